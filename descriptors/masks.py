@@ -50,7 +50,7 @@ class MaskDesc:
         return "causal" if self.causal and not self.has_left else "window"
 
     def key(self) -> tuple:
-        # A causal mask and a window with right = 0 are the same set of pairs but not the same declared graph;
-        # both are normalised to the band's sides so that they share a plan.
+        # Engines route on the family (PyTorch's kernels know "causal" and no other right bound of 0), so causal and
+        # right = 0 are two keys although they are the same set of pairs. A corner without a mask is no difference.
         align = self.align if not self.is_full else "top_left"
-        return ("mask", align, self.has_left, self.has_right)
+        return ("mask", align, self.causal, self.has_left, self.has_right)

@@ -1,0 +1,7 @@
+"""Plain torch in fp64 or fp32: the specification every engine is held to, and the engine of last resort."""
+
+from .adapter import ENGINE
+from .sdpa import SdpaGrads, sdpa_backward, sdpa_forward
+from .values import check_values, first_bad_value
+
+__all__ = ["ENGINE", "SdpaGrads", "check_values", "first_bad_value", "sdpa_backward", "sdpa_forward"]
