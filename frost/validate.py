@@ -1,0 +1,47 @@
+"""Validation: every rule of every table over a graph, all violations in one error, before any engine is asked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from frost.errors import GraphError
+from frost.graph import Graph
+from frost.rules import Rule
+from frost.rules.attention import ATTENTION_RULES
+from frost.rules.primitives import PRIMITIVE_RULES
+from frost.rules.structure import STRUCTURE_RULES
+
+RULES: tuple[Rule, ...] = (*STRUCTURE_RULES, *ATTENTION_RULES, *PRIMITIVE_RULES)
+
+
+@dataclass(frozen=True)
+class Violation:
+    """`rule` broken at `where` (a node or the graph) by `what` (a tensor or an option)."""
+
+    rule: str
+    where: str
+    what: str
+    given: str
+    expected: str
+    hint: str = ""
+
+    def __str__(self) -> str:
+        text = f"{self.where}: {self.what}: given {self.given}, expected {self.expected}"
+        return f"{text}; {self.hint}" if self.hint else text
+
+
+def violations(graph: Graph) -> list[Violation]:
+    """Everything that is wrong with a graph."""
+    subjects: list[tuple[str | None, str, object]] = [(None, f"graph {graph.name!r}", graph)]
+    subjects += [(node.op, f"{node.op} (node {node.name!r})", node) for node in graph.ops]
+    return [Violation(rule.name, where, bad.what, str(bad.given), str(bad.expected), rule.hint)
+            for op, where, subject in subjects for rule in RULES
+            if (rule.ops is None) == (op is None) and (rule.ops is None or op in rule.ops)
+            for bad in rule.check(subject)]
+
+
+def validate(graph: Graph) -> None:
+    """Return for a graph that means something; otherwise raise GraphError with one line per violation."""
+    found = [str(v) for v in violations(graph)]
+    if found:
+        raise GraphError("\n".join(found), found)
