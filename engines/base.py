@@ -20,12 +20,28 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from descriptors import DType, OpDesc, PointwiseDesc, SdpaBwdDesc, SdpaDesc
+from descriptors import (
+    DType,
+    NsaCompressBwdDesc,
+    NsaCompressDesc,
+    NsaCompressedBwdDesc,
+    NsaCompressedDesc,
+    NsaSelectionBwdDesc,
+    NsaSelectionDesc,
+    NsaTopkDesc,
+    OpDesc,
+    PointwiseDesc,
+    SdpaBwdDesc,
+    SdpaDesc,
+)
 
 if TYPE_CHECKING:
     import torch
 
 GRID_LIMIT = 65_535
+
+# Records with queries, keys and values: rows judge their dtype, head dims and groups.
+_ATTENTION = (SdpaDesc, SdpaBwdDesc, NsaSelectionDesc, NsaSelectionBwdDesc, NsaCompressedDesc, NsaCompressedBwdDesc)
 
 # A bound call: takes the raw stream handle (0 on a CPU) and only launches.
 BoundCall = Callable[[int], None]
@@ -129,14 +145,14 @@ class Capabilities:
         unknown = desc.set_fields() - self.features
         for name in sorted(unknown):
             out.append(Reason(name, "set", "not set", f"{name} is not supported by {self.engine}:{desc.op}"))
-        if isinstance(desc, (SdpaDesc, SdpaBwdDesc)):
+        if isinstance(desc, _ATTENTION):
             self._judge_attention(desc, want)
-        if isinstance(desc, SdpaBwdDesc) and desc.deterministic:
+        if getattr(desc, "deterministic", False):
             want(self.deterministic, "deterministic", True, False)
         want(self.symbolic or not any(t.is_symbolic for _, t in desc.tensors()), "shape", "symbolic", "numbers")
         return tuple(out)
 
-    def _judge_attention(self, desc: SdpaDesc | SdpaBwdDesc, want: Callable[[bool, str, object, object], None]) -> None:
+    def _judge_attention(self, desc: Any, want: Callable[[bool, str, object, object], None]) -> None:
         dtypes = " or ".join(map(str, self.dtypes))
         want(desc.q.dtype in self.dtypes, "dtype", desc.q.dtype, dtypes)
         for name, value, bounds in (("head_dim", desc.head_dim, self.head_dim),
@@ -161,7 +177,7 @@ class Region:
     nbytes: int
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # made on every call, and a frozen one costs three times as much to make
 class Launch:
     """What to launch with: the descriptor with every symbol bound, and the operands by field name."""
 
@@ -177,7 +193,7 @@ class Launch:
 class Workspace:
     """The carved regions of one step: offsets into one uint8 buffer."""
 
-    __slots__ = ("_buffer", "_base", "_offsets")
+    __slots__ = ("_base", "_buffer", "_offsets")
 
     def __init__(self, buffer: torch.Tensor | None, offsets: Mapping[str, tuple[int, int]]) -> None:
         self._buffer = buffer
@@ -197,12 +213,19 @@ class Workspace:
         return self._buffer[offset:offset + nbytes]
 
 
+NO_WORKSPACE = Workspace(None, {})
+
+
 class Executable(abc.ABC):
     """A compiled op: the whole kernel chain, for every shape with the same TemplateParams."""
 
     @abc.abstractmethod
     def prepare(self, launch: Launch, workspace: Workspace) -> BoundCall:
         """Do all host work for these operands; the returned call launches on the stream it is given, nothing else."""
+
+    def execute(self, launch: Launch, workspace: Workspace, stream: int) -> None:
+        """`prepare` and one call. Engines whose preparation costs something override it with a direct launch."""
+        self.prepare(launch, workspace)(stream)
 
     def describe(self) -> Mapping[str, Any]:
         """What runs (kernel names, TemplateParams, registers where known), for `plan.explain()`."""
@@ -236,7 +259,7 @@ class Adapter(abc.ABC):
 
     def execute(self, executable: Executable, launch: Launch, workspace: Workspace, stream: int = 0) -> None:
         """Launches only."""
-        executable.prepare(launch, workspace)(stream)
+        executable.execute(launch, workspace, stream)
 
 
 class SdpaFwdDsl(Adapter):
@@ -257,9 +280,54 @@ class PointwiseDsl(Adapter):
     op = PointwiseDesc.OP
 
 
+class NsaSelectionFwdDsl(Adapter):
+    """Native sparse attention: attention over selected blocks."""
+
+    op = NsaSelectionDesc.OP
+
+
+class NsaSelectionBwdDsl(Adapter):
+    """Its gradients."""
+
+    op = NsaSelectionBwdDesc.OP
+
+
+class NsaCompressFwdDsl(Adapter):
+    """Block pooling of keys or values."""
+
+    op = NsaCompressDesc.OP
+
+
+class NsaCompressBwdDsl(Adapter):
+    """Its gradients."""
+
+    op = NsaCompressBwdDesc.OP
+
+
+class NsaCompressedFwdDsl(Adapter):
+    """Attention over compressed keys, with the importance of selection blocks."""
+
+    op = NsaCompressedDesc.OP
+
+
+class NsaCompressedBwdDsl(Adapter):
+    """Its gradients."""
+
+    op = NsaCompressedBwdDesc.OP
+
+
+class NsaTopkDsl(Adapter):
+    """The choice of blocks by importance."""
+
+    op = NsaTopkDesc.OP
+
+
 # The adapter class that serves each record type: `lower_dsl` finds an engine's cell by it.
 API_TYPES: dict[type[OpDesc], type[Adapter]] = {
     SdpaDesc: SdpaFwdDsl, SdpaBwdDesc: SdpaBwdDsl, PointwiseDesc: PointwiseDsl,
+    NsaSelectionDesc: NsaSelectionFwdDsl, NsaSelectionBwdDesc: NsaSelectionBwdDsl,
+    NsaCompressDesc: NsaCompressFwdDsl, NsaCompressBwdDesc: NsaCompressBwdDsl,
+    NsaCompressedDesc: NsaCompressedFwdDsl, NsaCompressedBwdDesc: NsaCompressedBwdDsl, NsaTopkDesc: NsaTopkDsl,
 }
 
 
@@ -293,12 +361,19 @@ class Engine:
         """Every file whose text reaches a kernel."""
         return ()
 
+    def op_source_files(self, op: str) -> tuple[Path, ...]:
+        """Those that reach the kernels of one op: what its gate vouches for. All of them unless an engine says less."""
+        return self.source_files()
+
     def toolchain(self) -> Mapping[str, str]:
         """Compiler versions that are part of a kernel's identity, e.g. {"triton": "3.6"}: major.minor."""
         return {}
 
     def source_digest(self) -> str:
         return digest_files(self.source_files())
+
+    def op_source_digest(self, op: str) -> str:
+        return digest_files(self.op_source_files(op))
 
 
 def digest_files(files: Iterable[Path]) -> str:

@@ -10,6 +10,7 @@ import ctypes
 import struct
 import threading
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 _SUCCESS, _INVALID_CONTEXT = 0, 201
@@ -58,7 +59,10 @@ _contexts: dict[int, int] = {}
 
 
 def driver() -> _Driver:
+    """The opened driver. Raises DriverError where there is none."""
     global _driver
+    if _driver is not None:
+        return _driver
     with _lock:
         if _driver is None:
             _driver = _Driver()
@@ -78,7 +82,7 @@ def _primary_context(index: int) -> int:
 class Function:
     """A loaded kernel on one device. `index` is the driver's device ordinal, which is torch's device index."""
 
-    __slots__ = ("handle", "context", "threads", "shared", "name", "_module")
+    __slots__ = ("_module", "context", "handle", "name", "shared", "threads")
 
     def __init__(self, cubin: bytes, name: str, *, threads: int, shared: int, index: int) -> None:
         d = driver()
@@ -110,26 +114,45 @@ class ParamPack:
         return self._struct.pack(*values)
 
 
+_Extra = ctypes.c_void_p * 5
+
+
+@cache
+def _buffer_type(size: int) -> Any:
+    return ctypes.c_char * size
+
+
+class LaunchBuffer:
+    """A packed parameter buffer and the argument array that points at it."""
+
+    __slots__ = ("_size", "data", "extra")
+
+    def __init__(self, params: bytes) -> None:
+        self.data = _buffer_type(len(params)).from_buffer_copy(params)
+        self._size = ctypes.c_size_t(len(params))
+        self.extra = _Extra(_PARAM_POINTER, ctypes.addressof(self.data), _PARAM_SIZE, ctypes.addressof(self._size),
+                            _PARAM_END)
+
+
+def launch(function: Function, grid: tuple[int, int, int], buffer: LaunchBuffer, stream: int) -> None:
+    """Launch once. The driver has read the buffer when this returns."""
+    call = driver().lib.cuLaunchKernel
+    args = (function.handle, *grid, function.threads, 1, 1, function.shared, stream, None, buffer.extra)
+    rc = call(*args)
+    if rc == _INVALID_CONTEXT:  # a thread that has not touched CUDA yet has no current context
+        driver().lib.cuCtxSetCurrent(function.context)
+        rc = call(*args)
+    if rc != _SUCCESS:
+        driver().check(f"launch of {function.name}", rc)
+
+
 class BoundKernel:
     """One kernel with its grid and packed arguments; calling it launches on the given raw stream."""
 
-    __slots__ = ("_args", "_keep", "_launch", "_function")
+    __slots__ = ("_buffer", "_function", "_grid")
 
     def __init__(self, function: Function, grid: tuple[int, int, int], params: bytes) -> None:
-        buffer = ctypes.create_string_buffer(params, len(params))
-        size = ctypes.c_size_t(len(params))
-        extra = (ctypes.c_void_p * 5)(_PARAM_POINTER, ctypes.addressof(buffer), _PARAM_SIZE, ctypes.addressof(size),
-                                      _PARAM_END)
-        self._keep = (buffer, size)
-        self._function = function
-        self._launch = driver().lib.cuLaunchKernel
-        self._args = (function.handle, *grid, function.threads, 1, 1, function.shared), extra
+        self._function, self._grid, self._buffer = function, grid, LaunchBuffer(params)
 
     def __call__(self, stream: int) -> None:
-        head, extra = self._args
-        rc = self._launch(*head, stream, None, extra)
-        if rc == _INVALID_CONTEXT:  # a thread that has not touched CUDA yet has no current context
-            driver().lib.cuCtxSetCurrent(self._function.context)
-            rc = self._launch(*head, stream, None, extra)
-        if rc != _SUCCESS:
-            driver().check(f"launch of {self._function.name}", rc)
+        launch(self._function, self._grid, self._buffer, stream)

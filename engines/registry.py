@@ -29,6 +29,7 @@ _THIRD_PARTY_PRIORITY = 50
 _lock = threading.RLock()
 _engines: dict[str, tuple[int, Engine]] | None = None
 _broken: dict[str, str] = {}
+_registrations: dict[str, int] = {}
 
 
 def _load() -> dict[str, tuple[int, Engine]]:
@@ -86,6 +87,13 @@ def register(engine: Engine, *, priority: int = _THIRD_PARTY_PRIORITY) -> None:
         if engine.name in table:
             raise ValueError(f"engine: given name {engine.name!r}, expected one that is not taken")
         table[engine.name] = (priority, engine)
+        _registrations[engine.name] = _registrations.get(engine.name, 0) + 1
+
+
+def registrations(name: str) -> int:
+    """How often an engine was registered under this name in this process: tells a new one from the one it replaced."""
+    with _lock:
+        return _registrations.get(name, 0)
 
 
 def unregister(name: str) -> None:
