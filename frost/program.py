@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from descriptors import OpDesc, TensorDesc
 
@@ -26,6 +27,11 @@ class Step:
     desc: OpDesc
     inputs: tuple[tuple[str, int], ...]
     outputs: tuple[tuple[str, int], ...]
+
+    @cached_property
+    def operands(self) -> tuple[tuple[str, int], ...]:
+        """Inputs and outputs."""
+        return (*self.inputs, *self.outputs)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,114 @@
+"""The plan cache: bounded, thread-safe, least recently used out first, one builder per key while others wait."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+from engines.template_loader import loader
+
+from . import env
+
+
+@dataclass(frozen=True)
+class CacheInfo:
+    """Counters since the process started or `reset_counters`. `plans` and `capacity`: what the plan cache holds now."""
+
+    plans_built: int
+    hits: int
+    kernels_compiled: int
+    disk_hits: int
+    plans: int
+    capacity: int
+
+
+class _Building:
+    def __init__(self) -> None:
+        self.done = threading.Event()
+        self.owner = threading.get_ident()
+        self.value: Any = None
+        self.error: BaseException | None = None
+
+
+class PlanCache:
+    """`get(key, build) -> (value, hit)`."""
+
+    def __init__(self, capacity: Callable[[], int]) -> None:
+        self._capacity = capacity
+        self._lock = threading.Lock()
+        self._plans: OrderedDict[Hashable, Any] = OrderedDict()
+        self._building: dict[Hashable, _Building] = {}
+        self.built = 0
+        self.hits = 0
+
+    def get(self, key: Hashable, build: Callable[[], Any]) -> tuple[Any, bool]:
+        """The value of `key`, built at most once at a time. A failed build is not kept; its error reaches every
+        waiter."""
+        with self._lock:
+            if key in self._plans:
+                self._plans.move_to_end(key)
+                self.hits += 1
+                return self._plans[key], True
+            limit = max(1, self._capacity())  # may raise: before anybody can come to wait for this build
+            job = self._building.get(key)
+            mine = job is None
+            if job is None:
+                job = self._building[key] = _Building()
+        if not mine:
+            if job.owner == threading.get_ident():
+                raise RuntimeError("plan cache: a build asked for its own key; an engine compiles the graph it serves")
+            job.done.wait()
+            if job.error is not None:
+                raise job.error
+            with self._lock:
+                self.hits += 1
+            return job.value, True
+        try:
+            job.value = build()
+        except BaseException as e:
+            job.error = e
+            raise
+        finally:
+            with self._lock:
+                if job.error is None:
+                    self._plans[key] = job.value
+                    self.built += 1
+                    while len(self._plans) > limit:
+                        self._plans.popitem(last=False)
+                del self._building[key]
+            job.done.set()
+        return job.value, False
+
+    def clear(self) -> None:
+        with self._lock:
+            self._plans.clear()
+
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._plans)
+
+
+plans = PlanCache(env.plan_cache_size)
+loader.set_folder(env.kernel_cache_dir)
+
+
+def info() -> CacheInfo:
+    """Counters that tests and operators can rely on."""
+    return CacheInfo(plans.built, plans.hits, loader.stats.kernels_compiled, loader.stats.disk_hits, len(plans),
+                     env.plan_cache_size())
+
+
+def clear(*, kernels: bool = False) -> None:
+    """Forget the plans, and with `kernels=True` the compiled kernels in memory too. Files on disk stay."""
+    plans.clear()
+    if kernels:
+        loader.clear()
+
+
+def reset_counters() -> None:
+    """Set every counter to zero."""
+    plans.built = plans.hits = 0
+    loader.stats.__init__()  # type: ignore[misc]
