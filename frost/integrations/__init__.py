@@ -1,0 +1,1 @@
+"""FROST inside other libraries. Each module imports its library when it is used, not before."""
