@@ -27,6 +27,11 @@ ifneq ($(NO_VENV),)
 
 PY := $(or $(PYTHON),python3)
 READY :=
+# `$(REQUIRE) x y`: one line that names every package that is missing. Nothing is imported, so it takes no time.
+REQUIRE = @$(PY) -c 'import sys; from importlib.util import find_spec; \
+	missing = [name for name in sys.argv[1:] if find_spec(name) is None]; \
+	missing and sys.exit("FROST_NO_VENV: " + sys.executable + " lacks " + ", ".join(missing) + \
+		"; install them, or leave FROST_NO_VENV out")' torch networkx msgpack numpy rich typer
 # Nothing is installed, so programs outside the root (examples/) find the packages here.
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
@@ -35,27 +40,37 @@ else
 PY := $(VENV)/bin/python
 # A driver that answers, or a device node where nvidia-smi is not on the PATH.
 FLAVOR := $(shell if { nvidia-smi -L 2>/dev/null | grep -q GPU; } || test -e /dev/nvidia0; then echo gpu; else echo cpu; fi)
-EXTRAS_cpu := dev
+# NVRTC compiles without a GPU, so the CUDA templates are compiled and read everywhere.
+EXTRAS_cpu := dev,cuda
 EXTRAS_gpu := dev,cuda
 # Tried in order: a file that can't be satisfied here gives way to the next.
 CONSTRAINTS_cpu := constraints/cpu.txt constraints/cpu-pypi.txt
 CONSTRAINTS_gpu := constraints/gpu.txt
 # The stamp names the flavor: a GPU that comes or goes installs anew.
 READY := $(VENV)/.installed-$(FLAVOR)
+REQUIRE := @true
 
 endif
 
 .PHONY: help venv demo test lint check bench docs clean
 
 help:
-	@echo "make demo    set up .venv and run examples/quickstart.py"
-	@echo "make test    set up .venv and run the tests"
-	@echo "make lint    ruff and mypy"
-	@echo "make check   shipped gates match their kernels, docs/support.md matches the capability rows"
-	@echo "make bench   benchmarks against peers (NVIDIA GPU)"
-	@echo "make docs    regenerate docs/support.md"
-	@echo "make venv    set up .venv only"
+	@echo "make demo    set up .venv and run examples/quickstart.py (seconds)"
+	@echo "make test    set up .venv and run the tests (minutes; PYTEST_ARGS picks some)"
+	@echo "make lint    ruff and mypy (seconds)"
+	@echo "make check   shipped gates match their kernels, docs/support.md matches the capability rows (seconds)"
+	@echo "make bench   benchmarks against peers (NVIDIA GPU, minutes)"
+	@echo "make docs    regenerate docs/support.md (seconds)"
+	@echo "make venv    set up .venv only (minutes, mostly PyTorch's download; the others do it when it is missing)"
 	@echo "make clean   remove .venv, caches and build outputs"
+	@echo
+	@echo "Variables, on the command line or in the environment:"
+	@echo "  PYTEST_ARGS=\"-k causal\"  further arguments of pytest"
+	@echo "  JOBS=n                   pytest workers (default: one per core, at most 4; here $(JOBS))"
+	@echo "  TEST_TIMEOUT=s           limit of one test (default $(TEST_TIMEOUT))"
+	@echo "  BENCH_ARGS=\"--help\"      arguments of the benchmark"
+	@echo "  PYTHON=python3.x         the interpreter to build .venv with, or to use as it is"
+	@echo "  FROST_NO_VENV=1          use python3 (or PYTHON) as it is and install nothing"
 
 venv: $(READY)
 
@@ -88,11 +103,13 @@ $(VENV)/.installed-%: pyproject.toml $(wildcard constraints/*.txt)
 	@touch $@
 
 demo: $(READY)
+	$(REQUIRE)
 	$(PY) examples/quickstart.py
 
 # One thread per worker: the workers share the cores already. A machine that brings its own packages may
 # lack either plugin; the tests don't need them.
 test: $(READY)
+	$(REQUIRE) pytest hypothesis
 	@have() { $(PY) -c "import $$1" 2>/dev/null; }; \
 	plugins=; \
 	if have xdist; then plugins="-n $(JOBS)"; fi; \
@@ -101,17 +118,21 @@ test: $(READY)
 	OMP_NUM_THREADS=1 $(PY) -m pytest $$plugins $(PYTEST_ARGS)
 
 lint: $(READY)
+	$(REQUIRE) ruff mypy
 	$(PY) -m ruff check .
 	$(PY) -m mypy
 
 check: $(READY)
+	$(REQUIRE)
 	$(PY) -m frost gate check
 	$(PY) -m tools.support_matrix --check
 
 bench: $(READY)
+	$(REQUIRE)
 	$(PY) -m tools.bench $(BENCH_ARGS)
 
 docs: $(READY)
+	$(REQUIRE)
 	$(PY) -m tools.support_matrix
 
 clean:

@@ -3,6 +3,16 @@
 from .dims import Dim, Dims, DimsLike, Sym, SymProduct, bind_dim, dim_max, is_symbolic, sym
 from .dtype import DType
 from .masks import ALIGNMENTS, MaskDesc
+from .nsa_ops import (
+    NSA_TYPES,
+    NsaCompressBwdDesc,
+    NsaCompressDesc,
+    NsaCompressedBwdDesc,
+    NsaCompressedDesc,
+    NsaSelectionBwdDesc,
+    NsaSelectionDesc,
+    NsaTopkDesc,
+)
 from .ops import (
     OP_TYPES,
     OpDesc,
@@ -16,7 +26,9 @@ from .tensor import TensorDesc, may_share_memory, row_major
 from .wire import WireError, pack, unpack
 
 __all__ = [
-    "ALIGNMENTS", "DType", "Dim", "Dims", "DimsLike", "MaskDesc", "OP_TYPES", "OpDesc", "PointwiseDesc",
+    "ALIGNMENTS", "DType", "Dim", "Dims", "DimsLike", "MaskDesc", "NSA_TYPES", "NsaCompressBwdDesc", "NsaCompressDesc",
+    "NsaCompressedBwdDesc", "NsaCompressedDesc", "NsaSelectionBwdDesc", "NsaSelectionDesc", "NsaTopkDesc", "OP_TYPES",
+    "OpDesc", "PointwiseDesc",
     "SdpaBwdDesc", "SdpaDesc", "Sym", "SymProduct", "TensorDesc", "WireError", "bind_dim", "dim_max",
     "is_symbolic", "may_share_memory", "op_from_wire", "op_to_wire", "pack", "row_major", "sym", "unpack",
 ]

@@ -49,7 +49,7 @@ class SymProduct:
         return "*".join([str(self.coef), *(s.name for s in self.syms)])
 
 
-Dim = Union[int, Sym, SymProduct]
+Dim = Union[int, Sym, SymProduct]  # noqa: UP007 - evaluated at import, also on Python 3.10
 Dims = tuple[Dim, ...]
 DimsLike = Iterable[Dim]
 
@@ -61,7 +61,8 @@ def sym(name: str, max: int) -> Sym:
 
 def multiply(dims: Iterable[Dim]) -> Dim:
     """The product of extents, in one normal form so that equal products compare equal."""
-    coef, syms = 1, []
+    coef = 1
+    syms: list[Sym] = []
     for dim in dims:
         if isinstance(dim, SymProduct):
             coef *= dim.coef

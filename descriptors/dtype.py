@@ -45,8 +45,8 @@ class DType(enum.Enum):
         text = str(getattr(value, "__name__", value)).lower().removeprefix("torch.")
         found = _ALIASES.get(text)
         if found is None:
-            near = difflib.get_close_matches(text, _ALIASES, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; known: {sorted(_ALIASES)}"
+            near = _nearest(text)
+            hint = f"; did you mean {near!r}?" if near else f"; known: {', '.join(map(str, cls))}"
             raise TypeError(f"dtype: given {value!r}, expected a known element type{hint}")
         return found
 
@@ -57,6 +57,20 @@ class DType(enum.Enum):
         return self.value
 
 
+def _nearest(text: str) -> str | None:
+    """The alias that `text` is a misspelling of; None where it may well be another format, rightly spelt."""
+    near = difflib.get_close_matches(text, _ALIASES, n=1, cutoff=0.8)
+    if not near or text in _OTHER_FORMATS or _digits(text) != _digits(near[0]):
+        return None
+    return near[0]
+
+
+def _digits(text: str) -> str:
+    return "".join(c for c in text if c.isdigit())
+
+
+# Formats that differ from one of ours by a letter; those that differ by their width need no mention.
+_OTHER_FORMATS = frozenset({"int8", "i8", "tf32", "bfloat"})
 _ITEMSIZE = {
     DType.F64: 8, DType.F32: 4, DType.F16: 2, DType.BF16: 2,
     DType.I64: 8, DType.I32: 4, DType.BOOL: 1, DType.U8: 1,

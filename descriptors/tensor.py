@@ -24,7 +24,7 @@ def row_major(shape: Sequence[Dim]) -> Dims:
     acc: Dim = 1
     for dim in reversed(shape):
         strides.append(acc)
-        acc = multiply((acc, dim if is_symbolic(dim) else max(dim, 1)))
+        acc = multiply((acc, max(dim, 1) if isinstance(dim, int) else dim))
     return tuple(reversed(strides))
 
 
@@ -150,7 +150,9 @@ class TensorDesc:
         stride = None if row_major_tail else tuple(
             0 if i in unit else spans[s] if s in spans and i not in packed else _dim_key(s)
             for i, s in enumerate(self.strides))
-        return (shape, self.dtype.value, stride, self.alignment)
+        # Not the total, but what it decides: whether a stride made from it still fits 32 bits.
+        far = any(dim_max(s) > 2**31 - 1 for i, s in enumerate(self.strides) if i not in unit)
+        return (shape, self.dtype.value, stride, self.alignment, *(("far",) if far else ()))
 
     def to_wire(self) -> dict[str, Any]:
         return {
@@ -201,7 +203,8 @@ class _Span:
     def __init__(self, address: int, shape: Sequence[int], strides: Sequence[int], itemsize: int) -> None:
         self.__array_interface__ = {
             "version": 3, "typestr": f"|V{itemsize}", "data": (address, False), "shape": tuple(shape),
-            "strides": tuple(s * itemsize for s in strides),
+            # The stride of a size-1 dim is never used and may be any number, also one that fits no index type.
+            "strides": tuple(s * itemsize if d > 1 else itemsize for d, s in zip(shape, strides)),
         }
 
 

@@ -73,7 +73,7 @@ def compare(device: str, dtype: str) -> bool:
         table.add_column(column, no_wrap=True)
     good, declined = True, []
     for names in (None, *([name] for name in registry.names())):
-        label = "None" if names is None else names[0]
+        label = "default" if names is None else names[0]
         try:
             got, served = run(dtype, buffers, names)
         except frost.NotSupportedError as e:

@@ -7,6 +7,7 @@ graph. Packed token totals and the number of sequences are symbols here, so othe
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
@@ -23,7 +24,9 @@ from engines import registry
 
 from . import cache, env, gates, routing
 from ._layout import gradient_strides, laid_out_like
+from .errors import BindError, NotSupportedError
 from .graph import Graph
+from .lowering import Policy
 from .plan import Plan
 
 GRADS = ("q", "k", "v", "bias", "sink")
@@ -111,12 +114,75 @@ def _present(extras: Extras) -> dict[str, Tensor]:
 
 def _execute(kind: str, tensors: dict[str, Tensor], outputs: dict[str, tuple[int, ...] | None],
              options: Options) -> dict[str, Tensor]:
-    plan = _find(kind, tensors, outputs, options)
+    try:
+        plan = _find(kind, tensors, outputs, options)
+    except (ValueError, TypeError, NotSupportedError) as e:
+        _reword(e, kind)
+        raise
     device = tensors["q"].device.type
-    if not torch.is_autocast_enabled(device):
-        return plan.execute(tensors)
-    with torch.autocast(device, enabled=False):  # an engine's own torch ops are not to be cast
-        return plan.execute(tensors)
+    try:
+        if not torch.is_autocast_enabled(device):
+            return plan.execute(tensors)
+        with torch.autocast(device, enabled=False):  # an engine's own torch ops are not to be cast
+            return plan.execute(tensors)
+    except BindError as e:
+        _reword(e, kind)
+        raise
+
+
+def check_forward(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options, need_lse: bool) -> None:
+    """Refuse what `run_forward` refuses before it asks an engine, in the same words, for tensors that hold no data.
+
+    A symbolic extent counts as the number that it stood for when it was traced, which adds no guard. Where there is none
+    (an extent that depends on data), nothing is refused here: the call that has data will see to it.
+    """
+    facts: list[tuple[str, Fact]] = []
+    for name, t in {"q": q, "k": k, "v": v, **_present(extras)}.items():
+        shape, stride = tuple(map(_traced, t.shape)), tuple(map(_traced, t.stride()))
+        if None in shape or None in stride:
+            return
+        facts.append((name, (shape, stride, t.dtype, 16)))
+    options = Options(*map(_traced, options))
+    made: tuple[tuple[str, tuple | None], ...] = (("o", None), ("lse", None)) if need_lse else (("o", None),)
+    try:
+        policy = options.gates if options.gates is not None else env.gates()
+        _graph("attention", tuple(facts), made, options).validate()
+        Policy(options.engines, policy)
+    except (ValueError, TypeError) as e:
+        _reword(e, "attention")
+        raise
+
+
+def _traced(value: Any) -> Any:
+    """The number behind a symbolic int, None where there is none; all else as it is."""
+    if not isinstance(value, torch.SymInt):
+        return value
+    hint = value.node.hint if value.node.has_hint() else None
+    return hint if isinstance(hint, int) else None
+
+
+# ---- errors: whoever called the function knows of no graph and no node ------------------------------------------
+
+_SAID_BY = {"attention": "attention: ", "attention_backward": "attention: backward: "}
+# How validation, lowering and binding begin: with a graph, a node, or a tensor of the graph.
+_BEGINNING = re.compile(r"graph '\w+'(?:: |, )|\w+ \(node '\w+'\): |node '\w+': ")
+_TENSOR = re.compile(r"\Atensor '(\w+)': ")
+
+
+def _reword(error: Any, kind: str) -> None:
+    """Every line of the error about the function."""
+    if len(error.args) == 1 and isinstance(error.args[0], str):
+        error.args = ("\n".join(_line(text, kind) for text in error.args[0].split("\n")),)
+        if hasattr(error, "violations"):
+            error.violations = tuple(_line(text, kind) for text in error.violations)
+
+
+def _line(text: str, kind: str) -> str:
+    if text.startswith((" ", _SAID_BY["attention"])):  # belongs to the line above; or said before, to another thread
+        return text
+    while (found := _BEGINNING.match(text)) is not None:
+        text = text[found.end():]
+    return _SAID_BY[kind] + _TENSOR.sub(r"\1: ", text, count=1)
 
 
 # ---- facts: what a plan is looked up by -----------------------------------------------------------------------
@@ -159,7 +225,15 @@ def _fact(tensor: Tensor, tag: Tag | None) -> Fact:
 
 
 def through(shape: Sequence[int], stride: Sequence[int], tag: Tag) -> tuple:
-    """Strides, those that step over the whole packed extent written as (coefficient, tag) so that no total is left."""
+    """Strides, those that step over the whole packed extent written as (coefficient, tag) so that no total is left.
+
+    The stride of a single token is never used and may be any number; as other totals share its plan, one that no second
+    token could have gives way to the gapless one.
+    """
+    if shape[0] == 1:
+        rest = sum((d - 1) * s for d, s in zip(shape[1:], stride[1:])) + 1
+        if not rest <= stride[0] < 2**31:
+            stride = (max(rest, shape[1] * stride[1] if len(shape) > 1 else 1), *stride[1:])
     span = max(shape[0], 1) * stride[0]
     if span == 0 or all(s < span for s in stride[1:]):
         return tuple(stride)
@@ -200,9 +274,7 @@ def _find(kind: str, tensors: dict[str, Tensor], outputs: dict[str, tuple[int, .
         if plan is not None:
             _plans.move_to_end(key)
     # A plan that the plan cache let go of (cache.clear, eviction) is forgotten here too.
-    if plan is not None and plan.key in cache.plans._plans:
-        core = plan._core
-        cache.plans.get(plan.key, lambda: core)  # counts the hit, and marks it as recently used
+    if plan is not None and cache.plans.touch(plan.key):
         routing.count_hits(plan.routes)
         return plan
     plan = _build(kind, facts, made, options, device, policy)
@@ -223,6 +295,11 @@ def _shape_of(output: str, tensors: Mapping[str, Tensor]) -> Sequence[int]:
 def _build(kind: str, facts: tuple[tuple[str, Fact], ...], made: tuple[tuple[str, tuple | None], ...], options: Options,
            device: torch.device, policy: str) -> Plan:
     """Raises GraphError for operands or options that mean nothing, NotSupportedError where no engine serves."""
+    return _graph(kind, facts, made, options).compile(device, engines=options.engines, gates=policy)
+
+
+def _graph(kind: str, facts: tuple[tuple[str, Fact], ...], made: tuple[tuple[str, tuple | None], ...],
+           options: Options) -> Graph:
     g = Graph(kind)
     t: dict[str, Any] = {
         name: g.tensor(name, _dims(shape), stride=_dims(stride), dtype=dtype, alignment=alignment)
@@ -243,7 +320,7 @@ def _build(kind: str, facts: tuple[tuple[str, Fact], ...], made: tuple[tuple[str
             deterministic=options.deterministic, **common)._asdict()
     for name, stride in made:
         g.output(results[name], name=name, stride=None if stride is None else _dims(stride))
-    return g.compile(device, engines=options.engines, gates=policy)
+    return g
 
 
 # What decides where gates are looked for (see env.gate_dir).

@@ -44,14 +44,14 @@ def spread(grads: Iterable[Tensor | None]) -> tuple[Tensor | None, ...]:
 def no_second_derivative(ctx: Any, *grads: Any) -> NoReturn:
     """The backward of the backward."""
     raise NotSupportedError(
-        "frost.attention: double backward (the gradient of a gradient taken with create_graph=True) is not supported; "
+        "attention: double backward (the gradient of a gradient taken with create_graph=True) is not supported; "
         "where second derivatives are needed, compute attention from torch's own differentiable ops")
 
 
 def loop(call: Callable[..., Sequence[Tensor]], info: Any, in_dims: Sequence[Any], args: Sequence[Any]) -> list[Tensor]:
     """A batching rule: `call` once per batch element, results stacked along dim 0. Exact, and as fast as a loop."""
     if info.batch_size == 0:
-        raise NotSupportedError("frost.attention: vmap over a dim of extent 0 is not supported; skip the call")
+        raise NotSupportedError("attention: vmap over a dim of extent 0 is not supported; skip the call")
     rows = [call(*(a.select(dim, i) if isinstance(a, Tensor) and dim is not None else a
                    for a, dim in zip(args, in_dims))) for i in range(info.batch_size)]
     return [torch.stack(column) for column in zip(*rows)]
@@ -108,7 +108,7 @@ def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Te
     for grad in (do, dlse):
         if grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad):
             raise NotSupportedError(
-                "frost.attention: batched gradients (is_grads_batched=True, or a Jacobian with vectorize=True) are not "
+                "attention: batched gradients (is_grads_batched=True, or a Jacobian with vectorize=True) are not "
                 "supported; use torch.func (jacrev, vmap over vjp), or vectorize=False")
     o, lse, q, k, v, *rest = ctx.saved_tensors
     needs = needed(ctx.needs_input_grad)

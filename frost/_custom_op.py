@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._attention import Extras, Options, output_shape, run_backward, run_forward
+from ._attention import Extras, Options, check_forward, output_shape, run_backward, run_forward
 from ._autograd import loop, needed, no_second_derivative, spread
 from ._layout import gradient_strides, laid_out_like
 from .errors import NotSupportedError
@@ -78,7 +78,8 @@ def _backward(do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: T
 
 @torch.library.register_fake(FORWARD)
 def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    need_lse = rest[-1]
+    extras, options, need_lse = _split(rest)
+    check_forward(q, k, v, extras, options, need_lse)
     shape = output_shape(q, v)
     o = q.new_empty_strided(shape, laid_out_like(q.shape, q.stride(), shape))
     return o, q.new_empty(q.shape[:-1] if need_lse else (0,), dtype=_lse_dtype(q))

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import networkx as nx
 
-from descriptors import Dims, SdpaDesc, TensorDesc
+from descriptors import Dims, TensorDesc
 from frost.errors import GraphError
 from frost.graph import Graph, OpNode, Output, Tensor
+from frost.nsa_autodiff import NSA_RULES, NSA_SMOOTH
 from frost.options import named_options
 from frost.validate import validate
 
@@ -32,7 +33,9 @@ def backward_graph(graph: Graph, wrt: Sequence[str], *, deterministic: bool = Fa
     derivative.
     """
     validate(graph)
-    wrt = (wrt,) if isinstance(wrt, str) else tuple(wrt)
+    if isinstance(wrt, str):
+        raise GraphError(f"wrt: given the string {wrt!r}, expected a list of names such as [{wrt!r}]")
+    wrt = tuple(wrt)
     inputs = {t.name: t for t in graph.inputs}
     _check_wrt(wrt, inputs)
     backward = _Backward(graph, [inputs[name] for name in wrt], deterministic)
@@ -140,7 +143,7 @@ class _Backward:
 
     def _make_again(self, node: OpNode) -> None:
         operands = {name: self.values[t] for name, t in node.inputs.items()}
-        extra = {"stats": True} if node.op == SdpaDesc.OP else {}
+        extra = {"stats": True} if "stats" in node.attrs else {}
         made = self.made_again[node] = self.out._record(node.op, operands, {**node.attrs, **extra}, None)
         for f, t in node.outputs.items():
             if t not in self.outputs:
@@ -170,7 +173,7 @@ def _ordered(graph: Graph) -> list[OpNode]:
 
 # Operands that results depend on smoothly, for the ops where it is not all of them.
 _SMOOTH: dict[str, tuple[str, ...]] = {
-    "sdpa": ("q", "k", "v", "bias", "sink"), "where": ("y", "z"), "mask_fill": ("x",), "zeros_like": (),
+    "sdpa": ("q", "k", "v", "bias", "sink"), "where": ("y", "z"), "mask_fill": ("x",), "zeros_like": (), **NSA_SMOOTH,
 }
 
 
@@ -263,4 +266,5 @@ RULES: dict[str, Rule] = {
     "sum_to": _sum_to,
     "zeros_like": lambda b, n, d: {},
     "sdpa": _sdpa,
+    **NSA_RULES,
 }

@@ -151,4 +151,5 @@ def _layout(t: torch.Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...], int
 
 def allocate(desc: TensorDesc, device: torch.device) -> torch.Tensor:
     """A fresh buffer with the declared strides."""
-    return torch.empty_strided(desc.shape, desc.strides, dtype=TORCH_DTYPE[desc.dtype], device=device)
+    return torch.empty_strided(desc.shape, desc.strides, dtype=TORCH_DTYPE[desc.dtype],  # type: ignore[arg-type]
+                               device=device)

@@ -82,6 +82,15 @@ class PlanCache:
             job.done.set()
         return job.value, False
 
+    def touch(self, key: Hashable) -> bool:
+        """Whether the key is held; if so, this is a hit like any other."""
+        with self._lock:
+            if key not in self._plans:
+                return False
+            self._plans.move_to_end(key)
+            self.hits += 1
+            return True
+
     def clear(self) -> None:
         with self._lock:
             self._plans.clear()

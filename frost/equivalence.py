@@ -25,13 +25,16 @@ from engines.base import Target
 from engines.reference.plain import allowed_error, plain_composition
 from engines.reference.sdpa import sdpa_backward, sdpa_forward
 
+from .equivalence_nsa import nsa_answers, nsa_operands, nsa_results
 from .errors import GateError, NotSupportedError
 from .gate_matrix import MATRIX, Config
+from .gate_matrix_nsa import NSA_MATRIX, NsaConfig
 from .gate_prewarm import compile_ahead
 
 if TYPE_CHECKING:
     from .graph import Graph
 
+AnyConfig = Config | NsaConfig
 DETERMINISTIC_REPEATS = 3
 _MAIN = ("q", "k", "v", "o", "do", "dq", "dk", "dv")  # what lies in the configuration's layout
 _GRADS = ("dq", "dk", "dv", "dbias", "dsink")
@@ -51,7 +54,7 @@ class ConfigResult:
     """One row of a gate run. `verdict`: "pass", "fail", "error" (the engine raised) or "declined" (it said
     no)."""
 
-    config: Config
+    config: AnyConfig
     verdict: str
     errors: Mapping[str, TensorError] = field(default_factory=dict)
     detail: str = ""
@@ -107,18 +110,29 @@ class Case:
     """Operands of one configuration on the CPU, contiguous, NaN where nothing may read; the oracle's answer
     and the plain composition's, by name."""
 
-    config: Config
+    config: AnyConfig
     operands: dict[str, Tensor]
     answer: dict[str, Tensor]
     plain: dict[str, Tensor]
 
 
-def make_case(config: Config) -> Case:
+def nsa_case(config: NsaConfig) -> Case:
+    """As `make_case`, for selection attention."""
+    operands = nsa_operands(config)
+    answer, plain = nsa_answers(config, operands)
+    if config.op.endswith("_backward"):
+        operands.update(o=plain["o"], lse=plain["lse"].float())
+    return Case(config, operands, answer, plain)
+
+
+def make_case(config: AnyConfig) -> Case:
     """Seeded by the configuration's name, so that a failing row can be run again alone.
 
     The oracle is fp64 from end to end. A backward is given the plain composition's o and lse: rounding o
     costs a sum over all rows (dBias, dSink) an error that depends on how each o happened to fall, so the
     engine's error and the yardstick's can only be compared where both start from the same o. """
+    if isinstance(config, NsaConfig):
+        return nsa_case(config)
     gen = torch.Generator().manual_seed(zlib.crc32(config.name.encode()))
     operands = _operands(config, gen)
     wide = {n: x.double() if x.is_floating_point() else x for n, x in operands.items()}
@@ -126,7 +140,7 @@ def make_case(config: Config) -> Case:
     common: dict[str, Any] = {n: wide[n] for n in _OPTIONAL if n in wide}
     o, lse = sdpa_forward(wide["q"], wide["k"], wide["v"], **common, **options)
     answer = {"o": o, "lse": lse}
-    low = {n: operands[n] for n in (*_OPTIONAL, "do", "dlse") if n in operands}
+    low: dict[str, Any] = {n: operands[n] for n in (*_OPTIONAL, "do", "dlse") if n in operands}
     plain = plain_composition(operands["q"], operands["k"], operands["v"], **low, **options)
     if config.op == "sdpa_backward":
         grads = sdpa_backward(wide["q"], wide["k"], wide["v"], o, wide["do"], lse, dlse=wide.get("dlse"),
@@ -139,7 +153,9 @@ def make_case(config: Config) -> Case:
 _OPTIONAL = ("bias", "mask", "sink", "seq_len_q", "seq_len_kv", "cu_seqlens_q", "cu_seqlens_kv")
 
 
-def _wanted(c: Config) -> tuple[str, ...]:
+def _wanted(c: AnyConfig) -> tuple[str, ...]:
+    if isinstance(c, NsaConfig):
+        return ("dq", "dk", "dv")
     return (*(f"d{n}" for n in c.grads), *(d for d, given in (("dbias", c.bias), ("dsink", c.sink)) if given))
 
 
@@ -286,7 +302,7 @@ class Placed:
 # ---- one configuration on one engine -----------------------------------------------------------------------
 
 
-def run_config(config: Config, engine: str, device: torch.device | str = "cpu") -> ConfigResult:
+def run_config(config: AnyConfig, engine: str, device: torch.device | str = "cpu") -> ConfigResult:
     """Run one configuration on one engine. What goes wrong is told in the result; only an interrupt is
     raised."""
     start = time.monotonic()
@@ -295,7 +311,7 @@ def run_config(config: Config, engine: str, device: torch.device | str = "cpu") 
     except NotSupportedError as e:
         reasons = [text for texts in e.reasons.values() for text in texts]
         verdict, errors, detail = "declined", {}, "; ".join(reasons) or str(e)
-    except Exception as e:  # noqa: BLE001 - a gate reports every row, whatever an engine does in one of them
+    except Exception as e:
         verdict, errors, detail = "error", {}, f"{type(e).__name__}: {e}"
     return ConfigResult(config, verdict, errors, detail, time.monotonic() - start)
 
@@ -331,11 +347,11 @@ def _place(case: Case, device: torch.device | str) -> tuple[dict[str, Placed], d
     given = {n: Placed.make(x.shape, x.dtype, layout(n), device) for n, x in case.operands.items()}
     for name, x in case.operands.items():
         given[name].view.copy_(x)
-    names = _wanted(c) if c.op == "sdpa_backward" else ("o", "lse")
+    names = _wanted(c) if c.op.endswith("_backward") else ("o", "lse")
     return given, {n: Placed.make(case.answer[n].shape, _result_dtype(case, n), layout(n), device) for n in names}
 
 
-def compile_config(config: Config, engine: str, target: Target) -> None:
+def compile_config(config: AnyConfig, engine: str, target: Target) -> None:
     """Compile what a configuration needs for a target, without touching a device."""
     case = make_case(config)
     given, outputs = _place(case, "cpu")
@@ -348,24 +364,31 @@ def _result_dtype(case: Case, name: str) -> torch.dtype:
     return case.operands["q" if name == "o" else name[1:]].dtype
 
 
-def _graph(c: Config, given: Mapping[str, Placed], outputs: Mapping[str, Placed]) -> Graph:
+def _graph(c: AnyConfig, given: Mapping[str, Placed], outputs: Mapping[str, Placed]) -> Graph:
     from .graph import Graph
 
     g = Graph(name=f"gate-{c.op}-{c.name}")
-    t = {n: g.tensor(n, tuple(p.view.shape), stride=p.view.stride(), dtype=p.view.dtype,
+    t: dict[str, Any] = {n: g.tensor(n, tuple(p.view.shape), stride=p.view.stride(), dtype=p.view.dtype,
                      alignment=p.alignment) for n, p in given.items()}
+    if isinstance(c, NsaConfig):
+        results = nsa_results(c, g, t)
+        return _handed_out(g, results, outputs)
     options: dict[str, Any] = {n: t[n] for n in _OPTIONAL if n in t}
     options.update(scale=c.scale, causal=c.causal, align=c.align, window=c.window, softcap=c.softcap)
     if c.packed_q is not None and c.bias is not None:
         options.update(zip(("max_seqlen_q", "max_seqlen_kv"), _extents(c)))
     if c.op == "sdpa":
-        results: dict[str, Any] = dict(zip(("o", "lse"), g.sdpa(t["q"], t["k"], t["v"], stats=True,
+        results = dict(zip(("o", "lse"), g.sdpa(t["q"], t["k"], t["v"], stats=True,
                                                                 **options)))
     else:
         grads = g.sdpa_backward(t["q"], t["k"], t["v"], t["o"], t["do"], t["lse"], dlse=t.get("dlse"),
                                 dbias=c.bias is not None, dsink=c.sink is not None, grads=c.grads,
                                 deterministic=c.deterministic, **options)
         results = dict(zip(_GRADS, grads))
+    return _handed_out(g, results, outputs)
+
+
+def _handed_out(g: Graph, results: Mapping[str, Any], outputs: Mapping[str, Placed]) -> Graph:
     for name, p in outputs.items():
         g.output(results[name], name=name, stride=p.view.stride(), alignment=p.alignment)
     return g
@@ -392,11 +415,17 @@ def compare(name: str, got: Tensor, ref: Tensor, plain: Tensor, lse: Tensor) -> 
 # ---- a whole matrix ----------------------------------------------------------------------------------------
 
 
-def configs_for(op: str, device: str) -> tuple[Config, ...]:
+def configs_for(op: str, device: str) -> tuple[Any, ...]:
     """The rows that run on a kind of device. Raises GateError for an op without a matrix."""
-    if op not in MATRIX:
-        raise GateError(f"op: given {op!r}, expected one with a gate matrix: {', '.join(MATRIX)}")
-    return tuple(c for c in MATRIX[op] if device in c.devices)
+    rows: tuple[AnyConfig, ...] = MATRIX.get(op) or NSA_MATRIX.get(op) or ()
+    if not rows:
+        raise GateError(f"op: given {op!r}, expected one with a gate matrix: {', '.join(gated_ops())}")
+    return tuple(c for c in rows if device in c.devices)
+
+
+def gated_ops() -> tuple[str, ...]:
+    """The ops that have a gate matrix."""
+    return (*MATRIX, *NSA_MATRIX)
 
 
 def run_gate(engine: str, op: str, target: Target,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import inspect
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor
 from . import _custom_op
 from ._attention import Extras, Options, run_forward
 from ._autograd import AttentionFunction, TransformedFunction, is_eager
-from .errors import GraphError
+from .errors import BindError, GraphError
 from .options import check_names
 
 Window = tuple["int | None", "int | None"]
@@ -51,10 +51,12 @@ def attention(
 
     Raises TypeError (a misspelt option, an operand that is no tensor), GraphError (operands or options that mean nothing),
     NotSupportedError (no engine that may serve does, with every engine's reasons), BindError (mixed devices, bad lengths
-    or offsets on the CPU) and ValueError (unknown engine or gate policy).
+    or offsets on the CPU) and ValueError (unknown engine or gate policy). Meta and fake tensors are held to the same rules; while
+    torch.compile traces, torch reports such an error as its own, with this text in it.
     """
     if unknown:
-        check_names("attention", unknown, _names())
+        check_names("attention", unknown, _NAMES)
+    return_lse = _flag("return_lse", return_lse)
     extras = Extras(bias, mask, sink, seq_len_q, seq_len_kv, cu_seqlens_q, cu_seqlens_kv)
     _check_tensors(q, k, v, extras)
     left, right = _window(window)
@@ -90,27 +92,28 @@ def _lowered(x: Tensor, dtype: torch.dtype) -> Tensor:
 # Types only: what the values mean is judged by validation, in the same words for a graph.
 
 
-@functools.lru_cache(maxsize=1)
-def _names() -> tuple[str, ...]:
-    return tuple(n for n, p in inspect.signature(attention).parameters.items() if p.kind is not p.VAR_KEYWORD)
+_NAMES = tuple(n for n, p in inspect.signature(attention).parameters.items() if p.kind is not p.VAR_KEYWORD)
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        _check_tensor(name, tensor)
+        _check_tensor(name, tensor, q.device if name != "q" else None)
         if tensor.dim() not in (3, 4):
             raise GraphError(f"attention: {name}: given shape {list(tensor.shape)}, expected [B, H, S, D], or packed "
                              f"[T, H, D] with cu_seqlens_q and cu_seqlens_kv")
     for name, option in zip(Extras._fields, extras):
         if option is not None:
-            _check_tensor(name, option)
+            _check_tensor(name, option, q.device)
 
 
-def _check_tensor(name: str, tensor: Any) -> None:
+def _check_tensor(name: str, tensor: Any, device: torch.device | None) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"attention: {name}: given {type(tensor).__name__}, expected torch.Tensor")
     if tensor.layout is not torch.strided:
         raise TypeError(f"attention: {name}: given layout {tensor.layout}, expected a strided tensor")
+    if device is not None and tensor.device != device:
+        raise BindError(f"attention: {name}: given device {tensor.device}, expected {device} as q; all operands live on one "
+                        f"device")
 
 
 def _flag(name: str, value: Any) -> bool:
@@ -121,7 +124,8 @@ def _flag(name: str, value: Any) -> bool:
 
 def _number(name: str, value: Any) -> float | None:
     if value is None or isinstance(value, (float, int, torch.SymFloat, torch.SymInt)) and not isinstance(value, bool):
-        return None if value is None else float(value)
+        with contextlib.suppress(OverflowError):  # an int past the largest float
+            return None if value is None else float(value)
     raise GraphError(f"attention: {name}: given {value!r}, expected None or a finite number")
 
 
@@ -130,13 +134,14 @@ def _count(name: str, value: Any) -> Any:
         return value
     if not isinstance(value, (bool, float, Tensor)) and hasattr(value, "__index__"):  # numpy's integers
         return value.__index__()
-    raise GraphError(f"attention: {name}: given {value!r}, expected None or an int >= 0; a length on the device would have "
-                     f"to be read by the host (.item())")
+    hint = "; a number on the device would have to be read by the host (.item())" if isinstance(value, Tensor) else ""
+    raise GraphError(f"attention: {name}: given {value!r}, expected None or an int >= 0{hint}")
 
 
 def _window(window: Any) -> Window:
     if not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise GraphError(f"attention: window: given {window!r}, expected a pair (left, right)")
+        example = window if type(window) is int and window >= 0 else 5
+        raise GraphError(f"attention: window: given {window!r}, expected a pair (left, right) such as ({example}, None)")
     return _count("window left", window[0]), _count("window right", window[1])
 
 
@@ -144,6 +149,6 @@ def _engines(engines: Any) -> tuple[str, ...] | None:
     if engines is None:
         return None
     if isinstance(engines, str):
-        raise ValueError(  # noqa: TRY004 - as for a name that no engine has
-            f"engines: given the string {engines!r}, expected a list of names such as [{engines!r}]")
+        raise ValueError(
+            f"attention: engines: given the string {engines!r}, expected a list of names such as [{engines!r}]")
     return tuple(engines)

@@ -15,12 +15,13 @@ from descriptors import OpDesc, TensorDesc
 from descriptors.ops import PACKED_KV, PACKED_Q
 from frost.graph import Graph, OpNode, Tensor
 from frost.nodes import attention_desc, pointwise_desc
+from frost.nsa_opset import NSA_OPS, nsa_desc
 from frost.opset import ATTENTION
 from frost.patterns import Unit, fuse_attention
 from frost.program import Program, Slot, Step
 
 # Results that an op's record always has, wanted or not.
-_ALWAYS = {"sdpa": ("o",)}
+_ALWAYS = {"sdpa": ("o",), "nsa_selection": ("o",), "nsa_compressed_attention": ("o",)}
 
 
 def fuse(graph: Graph) -> Program:
@@ -56,11 +57,15 @@ def _packed_totals(units: Iterable[Unit]) -> tuple[tuple[int, str], ...]:
     """Token totals of the packed attention ops, so that no primitive beside them carries one into its key."""
     found: dict[int, str] = {}
     for unit in units:
+        pairs: tuple[tuple[str, str], ...] = ()
         if unit.op in ATTENTION and "cu_seqlens_q" in unit.inputs:
-            for name, tag in (("q", PACKED_Q), ("k", PACKED_KV)):
-                total = unit.inputs[name].shape[0]
-                if isinstance(total, int):
-                    found.setdefault(total, tag)
+            pairs = (("q", PACKED_Q), ("k", PACKED_KV))
+        elif unit.op in NSA_OPS and "cu_seqlens" in unit.inputs:
+            pairs = (("q", PACKED_Q), ("x", PACKED_Q), ("importance", PACKED_Q))
+        for name, tag in pairs:
+            total = unit.inputs[name].shape[0] if name in unit.inputs else None
+            if isinstance(total, int):
+                found.setdefault(total, tag)
     return tuple(sorted(found.items()))
 
 
@@ -92,4 +97,6 @@ def _desc_of(unit: Unit, descs: dict[Tensor, TensorDesc], totals: tuple[tuple[in
     tensors = {f: descs[t] for f, t in (*unit.inputs.items(), *unit.outputs.items())}
     if unit.op in ATTENTION:
         return attention_desc(unit.op, tensors, unit.attrs)
+    if unit.op in NSA_OPS:
+        return nsa_desc(unit.op, tensors, unit.attrs)
     return pointwise_desc(unit.op, tensors, unit.attrs, totals)

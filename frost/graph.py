@@ -16,6 +16,7 @@ import networkx as nx
 
 from descriptors import Dims, DimsLike, DType, TensorDesc
 from frost.errors import GraphError
+from frost.nsa_graph import NsaOps
 from frost.opset import OPS
 from frost.options import named_options
 
@@ -110,8 +111,8 @@ class SdpaGrads(NamedTuple):
     dsink: Tensor | None
 
 
-class Graph:
-    """An attention op graph. Build it with the methods below, then `compile` it into a plan.
+class Graph(NsaOps):
+    """An attention op graph. Build it with the methods below (and those of `NsaOps`), then `compile` it into a plan.
 
     `dag` is the networkx graph (nodes are `Tensor` and `OpNode` objects, edges carry the field names).
     """

@@ -11,7 +11,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from engines import registry
-from engines.base import API_TYPES, Adapter, Decline, Engine, Executable, Reason, SdpaBwdDsl, SdpaFwdDsl, Target
+from engines.base import (
+    API_TYPES,
+    Adapter,
+    Decline,
+    Engine,
+    Executable,
+    Reason,
+    SdpaBwdDsl,
+    SdpaFwdDsl,
+    Target,
+)
 
 from . import gates
 from .errors import NotSupportedError

@@ -11,6 +11,7 @@ from typing import Any
 
 from descriptors import Dim, Dims, DType, SdpaBwdDesc, SdpaDesc, SymProduct, TensorDesc
 from descriptors.dims import multiply, symbols
+from frost.nsa_opset import NSA_ROWS
 
 Descs = Mapping[str, TensorDesc]
 Infer = Callable[[Descs, Mapping[str, Any]], dict[str, TensorDesc]]
@@ -157,6 +158,7 @@ OPS: dict[str, OpSpec] = {
     "sigmoid_backward": _primitive("xy", _result),
     "tanh_backward": _primitive("xy", _result),
     "zeros_like": _primitive("x", _same),
+    **{op: OpSpec(*row) for op, row in NSA_ROWS.items()},
 }
 ATTENTION = ("sdpa", "sdpa_backward")
 

@@ -8,7 +8,6 @@ would turn). Scales on q or k count as well. None of it may be read by anybody e
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -16,6 +15,7 @@ from typing import Any
 
 from frost.graph import Tensor
 from frost.opset import OPS, can_broadcast
+from frost.rules import FP32_MAX
 
 _KEYS_LAST = (0, 1, 3, 2)
 
@@ -60,7 +60,7 @@ class _Matcher:
         if softmax is None or self.uses[p] != 1 or softmax.attrs["axis"] % p.desc.rank != p.desc.rank - 1:
             return None
         found = self.scores(softmax.inputs["x"], _Scores())
-        if found is None or found.q is None or found.k is None or not math.isfinite(found.scale):
+        if found is None or found.q is None or found.k is None or not abs(found.scale) <= FP32_MAX:
             return None
         extras = {n: t for n, t in (("bias", found.bias), ("mask", found.mask)) if t is not None}
         inputs = {"q": found.q, "k": found.k, "v": v, **extras}

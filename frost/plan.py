@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache as cache_forever
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -200,7 +200,8 @@ class Plan:
                 workspace: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
         """Check every operand, then launch. Outputs given in `tensors` are written in place, others are allocated.
 
-        Raises BindError (nothing launched, nothing written) for a buffer that does not match its descriptor.
+        A plan is outside autograd: its outputs carry no gradient (`frost.backward_graph` makes a backward plan,
+        `frost.attention` does both). Raises BindError (nothing launched, nothing written) for a buffer that does not match its descriptor.
         """
         ready = self._check(tensors, workspace)
         launches = self._launches(ready)
@@ -315,8 +316,8 @@ class Plan:
 
     def explain(self) -> str:
         """Steps, engines, gates, every decline with its reason, and the workspace map, as text."""
-        lines = [f"plan {key_text(self.key)} of graph {self.program.name!r} on {self.target}"
-                 f" ({'plan cache hit' if self.cache_hit else 'built'})"]
+        how = "plan cache hit" if self.cache_hit else "built"
+        lines = [f"plan {key_text(self.key)} of graph {self.program.name!r} on {self.target} ({how})"]
         for i, (step, route, core) in enumerate(zip(self.program.steps, self.routes, self._core.steps)):
             lines.append(f"  step {i}: {step.name} ({route.op}) -> {route.engine}   gate: {route.gate}")
             lines += [f"      {name}: {value}" for name, value in core.executable.describe().items()]
@@ -337,7 +338,7 @@ class Plan:
         return f"<Plan {key_text(self.key)} of {self.program.name!r} on {self.target}: {engines}>"
 
 
-@lru_cache(maxsize=None)
+@cache_forever
 def _capability(index: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+
 from descriptors import WireError, pack, unpack
 from engines import registry
 from engines.base import Target

@@ -1,6 +1,6 @@
 """Which engines served a test suite: `pytest --frost-routing=FILE --frost-expect "triton>=0.9"`.
 
-Writes one routing dump per run (JSON where FILE ends in .json, msgpack otherwise), xdist workers merged;
+Writes one routing dump per run (FILE ends in .json or .msgpack), xdist workers merged;
 prints the share of lowerings per engine at the end; and fails a run that is otherwise green where an
 expectation isn't met. An expectation is ENGINE[:OP] >= SHARE, with >=, >, <=, < or ==, and the share as 0.9
 or 90%.
@@ -17,7 +17,9 @@ from typing import Any
 import pytest
 
 from descriptors import WireError, pack, unpack
+from engines import registry
 from frost import routing
+from frost.options import nearest
 
 _NAME = "frost-routing-recorder"
 _WORKER_KEY = "frost_routing"
@@ -48,18 +50,23 @@ class Expectation:
         return Expectation(text.strip(), found[1], found[2], found[3], share)
 
     def unmet(self, stats: routing.Stats) -> str | None:
-        """Why the counts don't meet it, or None."""
+        """Why the counts don't meet it, or None. No share of an engine that doesn't exist is one that was meant."""
         shares = routing.shares(stats, self.op)
+        engines = {*registry.names(), *routing.shares(stats)}
+        unknown = "" if self.engine in engines else \
+            f"; there is no engine {self.engine!r}{nearest(self.engine, sorted(engines))}"
         if not shares:
-            return f"{self.text}: nothing was lowered{f' for {self.op}' if self.op else ''}"
+            return f"{self.text}: nothing was lowered{f' for {self.op}' if self.op else ''}{unknown}"
         got = shares.get(self.engine, 0.0)
-        return None if _COMPARE[self.comparison](got, self.share) else f"{self.text}: the share is {got:.3f}"
+        if _COMPARE[self.comparison](got, self.share) and not unknown:
+            return None
+        return f"{self.text}: the share is {got:.3f}{unknown}"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("frost", "FROST routing")
     group.addoption("--frost-routing", metavar="FILE", default=None,
-                    help="write which engine served every lowering of this run to FILE (.json, else msgpack)")
+                    help="write which engine served every lowering of this run to FILE (.json or .msgpack)")
     group.addoption("--frost-expect", metavar="EXPECTATION", action="append", default=[],
                     help="fail the run unless an engine's share of lowerings meets this, e.g. 'triton>=0.9' "
                          "or 'triton:sdpa>=90%%'; may be repeated")
@@ -71,6 +78,8 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     try:
         expectations = [Expectation.parse(t) for t in texts]
+        if path:
+            routing.checked_path(path)
     except ValueError as e:
         raise pytest.UsageError(str(e)) from e
     config.pluginmanager.register(Recorder(config, path, expectations), _NAME)

@@ -284,13 +284,24 @@ def snapshot(suite: str = "", log: RoutingLog | None = None) -> Dump:
 
 
 def dump(path: str | Path, *, suite: str = "") -> Path:
-    """Write the log: JSON where the name ends in .json, else msgpack. Folders are made. Raises OSError."""
+    """Write the log: JSON where the name ends in .json, msgpack where in .msgpack or without an ending. Folders are made.
+
+    Raises ValueError for another ending, and OSError.
+    """
     return write_dump(path, snapshot(suite))
 
 
-def write_dump(path: str | Path, what: Dump) -> Path:
-    """Write a dump that is already in hand (a merged one, say)."""
+def checked_path(path: str | Path) -> Path:
+    """`path`, for a dump to be written to. Raises ValueError where its ending is that of another format."""
     path = Path(path)
+    if path.suffix not in ("", ".json", ".msgpack"):
+        raise ValueError(f"routing dump: given {str(path)!r}, expected a name that ends in .json or .msgpack")
+    return path
+
+
+def write_dump(path: str | Path, what: Dump) -> Path:
+    """Write a dump that is already in hand (a merged one, say), as `dump` does."""
+    path = checked_path(path)
     wire = what.to_wire()
     as_json = path.suffix == ".json"
     data = (json.dumps(wire, indent=1, sort_keys=True) + "\n").encode() if as_json else pack(wire)

@@ -8,6 +8,7 @@ from frost.errors import GraphError
 from frost.graph import Graph
 from frost.rules import Rule
 from frost.rules.attention import ATTENTION_RULES
+from frost.rules.nsa import NSA_RULES
 from frost.rules.primitives import PRIMITIVE_RULES
 from frost.rules.structure import STRUCTURE_RULES
 
@@ -35,7 +36,7 @@ def violations(graph: Graph) -> list[Violation]:
     subjects: list[tuple[str | None, str, object]] = [(None, f"graph {graph.name!r}", graph)]
     subjects += [(node.op, f"{node.op} (node {node.name!r})", node) for node in graph.ops]
     return [Violation(rule.name, where, bad.what, str(bad.given), str(bad.expected), rule.hint)
-            for op, where, subject in subjects for rule in RULES
+            for op, where, subject in subjects for rule in (*RULES, *NSA_RULES)
             if (rule.ops is None) == (op is None) and (rule.ops is None or op in rule.ops)
             for bad in rule.check(subject)]
 

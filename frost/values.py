@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+
 from descriptors import (
     NSA_TYPES,
     NsaSelectionBwdDesc,
@@ -27,13 +28,20 @@ from .errors import BindError
 _forced: bool | None = None
 
 
-class debug:  # noqa: N801 - reads as a switch: `with frost.debug(check_values=True): ...`
-    """Switch debug checks on or off, at once; as a context manager the old setting comes back at its end."""
+class debug:
+    """Switch debug checks on or off, at once; as a context manager the old setting comes back at its end.
 
-    def __init__(self, *, check_values: bool = True) -> None:
+    `frost.debug(check_values=True)`. Raises TypeError for anything but a keyword that exists, with a boolean.
+    """
+
+    def __init__(self, *args: object, **options: object) -> None:
         global _forced
+        wrong = [repr(a) for a in args] + [name for name in options if name != "check_values"]
+        if wrong or not isinstance(options.get("check_values", True), bool):
+            given = ", ".join(wrong) or f"check_values={options['check_values']!r}"
+            raise TypeError(f"debug: given {given}, expected frost.debug(check_values=True) or (check_values=False)")
         self._before = _forced
-        _forced = bool(check_values)
+        _forced = bool(options.get("check_values", True))
 
     def __enter__(self) -> debug:
         return self
@@ -47,8 +55,10 @@ def _attention(desc: SdpaDesc | SdpaBwdDesc, operands: Mapping[str, torch.Tensor
     given = {n: operands.get(n) for n in ("cu_seqlens_q", "cu_seqlens_kv", "seq_len_q", "seq_len_kv")}
     if not any(t is not None for t in given.values()):
         return None
+    pairs = [(name, int(t.shape[-2]), int(t.shape[-1]))  # type: ignore[arg-type]
+             for name, t in (("bias", desc.bias), ("mask", desc.mask)) if t is not None and desc.packed]
     return first_bad_value(**given, extent_q=desc.seqlen_q, extent_kv=desc.seqlen_kv,  # type: ignore[arg-type]
-                           max_seqlen_q=desc.max_seqlen_q, max_seqlen_kv=desc.max_seqlen_kv)
+                           max_seqlen_q=desc.max_seqlen_q, max_seqlen_kv=desc.max_seqlen_kv, pairs=pairs)
 
 
 def _sparse(desc: Any, operands: Mapping[str, torch.Tensor]) -> str | None:

@@ -186,7 +186,8 @@ def naive_mask(n_q: int, n_kv: int, causal: bool, bottom_right: bool, window: tu
 # ---- the low-precision yardstick --------------------------------------------------------------------------
 
 
-def plain_composition(problem: Problem) -> Answer:
-    """What an ordinary implementation in the io dtype of `problem.q` makes of the same inputs."""
+def plain_composition(problem: Problem, saved: tuple[Tensor, Tensor] | None = None) -> Answer:
+    """What an ordinary implementation in the io dtype of `problem.q` makes of the same inputs; `saved` is the (o, lse)
+    that a backward under test was given."""
     return Answer(**plain.plain_composition(
-        problem.q, problem.k, problem.v, do=problem.do, dlse=problem.dlse, **problem.options))
+        problem.q, problem.k, problem.v, do=problem.do, dlse=problem.dlse, saved=saved, **problem.options))

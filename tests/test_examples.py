@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -39,6 +40,8 @@ def test_example_passes(name: str, tmp_path: Path) -> None:
     done = run(name, SHORT[name], tmp_path)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert last_line(done).startswith(f"PASS {name}")
+    if name == "quickstart":  # the row in which no engine was named
+        assert len(re.findall(r"^ *default ", done.stdout, re.MULTILINE)) == 2
     if name == "train_char_lm":
         pytest.importorskip("matplotlib")
         assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from descriptors import OpDesc, PointwiseDesc, SdpaBwdDesc, SdpaDesc
 from engines.base import (
     Adapter,
-    BoundCall,
     Engine,
     Executable,
     Launch,
@@ -21,12 +19,13 @@ from engines.base import (
     SdpaFwdDsl,
     Support,
     Target,
-    Workspace,
 )
 
 from .capabilities import BACKWARD, FORWARD, POINTWISE
+from .nsa_adapter import NSA_ADAPTERS
 from .primitives import PRIMITIVES, run_primitive
 from .sdpa import SdpaGrads, sdpa_backward, sdpa_forward
+from .torch_call import TorchCall
 
 __all__ = ["ENGINE", "PointwiseDslReference", "ReferenceEngine", "SdpaBwdDslReference", "SdpaFwdDslReference"]
 
@@ -40,32 +39,6 @@ def attention_options(desc: SdpaDesc | SdpaBwdDesc, operands: Mapping[str, Tenso
     options.update(scale=desc.scale_value, softcap=desc.softcap, window=(band.left, band.band_right),
                    align_bottom_right=band.align == "bottom_right")
     return options
-
-
-class TorchCall(Executable):
-    """Runs one of this engine's functions: `make` turns a launch into a call without arguments."""
-
-    def __init__(self, kernel: str, make: Callable[[Launch], Callable[[], Any]]) -> None:
-        self._kernel, self._make = kernel, make
-
-    def prepare(self, launch: Launch, workspace: Workspace) -> BoundCall:
-        call = self._make(launch)
-        device = next((t.device for t in launch.operands.values()), torch.device("cpu"))
-        if device.type != "cuda":
-            return lambda stream: call()
-
-        def on_stream(stream: int) -> None:
-            with torch.cuda.device(device):
-                if torch.cuda.current_stream(device).cuda_stream == stream:
-                    call()
-                    return
-                with torch.cuda.stream(torch.cuda.ExternalStream(stream, device)):
-                    call()
-
-        return on_stream
-
-    def describe(self) -> Mapping[str, Any]:
-        return {"kernels": [self._kernel]}
 
 
 def _forward(launch: Launch) -> Callable[[], Any]:
@@ -122,7 +95,8 @@ class ReferenceEngine(Engine):
     """The oracle, and the engine of last resort: every op, every option, every device."""
 
     name = "reference"
-    _ADAPTERS: tuple[Adapter, ...] = (SdpaFwdDslReference(), SdpaBwdDslReference(), PointwiseDslReference())
+    _ADAPTERS: tuple[Adapter, ...] = (
+        SdpaFwdDslReference(), SdpaBwdDslReference(), PointwiseDslReference(), *NSA_ADAPTERS)
 
     def adapters(self) -> tuple[Adapter, ...]:
         return self._ADAPTERS

@@ -10,17 +10,17 @@ _OPTIONS = frozenset({
     "bias", "mask", "sink", "softcap", "causal", "window_left", "window_right", "align",
     "seq_len_q", "seq_len_kv", "cu_seqlens_q", "cu_seqlens_kv",
 })
-_FLOATS = (DType.F64, DType.F32, DType.F16, DType.BF16)
-_NOTE = "plain torch in fp32 (fp64 for fp64); scratch through torch's allocator"
+ALL_FLOATS = (DType.F64, DType.F32, DType.F16, DType.BF16)
+NOTE = "plain torch in fp32 (fp64 for fp64); scratch through torch's allocator"
 
 FORWARD = (
-    Capabilities("reference", "sdpa", ("cpu", "cuda"), _FLOATS, _OPTIONS | {"lse"}, allocates=True, note=_NOTE),
+    Capabilities("reference", "sdpa", ("cpu", "cuda"), ALL_FLOATS, _OPTIONS | {"lse"}, allocates=True, note=NOTE),
 )
 BACKWARD = (
-    Capabilities("reference", "sdpa_backward", ("cpu", "cuda"), _FLOATS,
-                 _OPTIONS | {"dlse", "dbias", "dsink", "deterministic"}, allocates=True, note=_NOTE),
+    Capabilities("reference", "sdpa_backward", ("cpu", "cuda"), ALL_FLOATS,
+                 _OPTIONS | {"dlse", "dbias", "dsink", "deterministic"}, allocates=True, note=NOTE),
 )
 POINTWISE = (
-    Capabilities("reference", "pointwise", ("cpu", "cuda"), (*_FLOATS, DType.I64, DType.I32, DType.BOOL, DType.U8),
-                 frozenset({"y", "z"}), allocates=True, note=f"{len(PRIMITIVES)} primitives; {_NOTE}"),
+    Capabilities("reference", "pointwise", ("cpu", "cuda"), (*ALL_FLOATS, DType.I64, DType.I32, DType.BOOL, DType.U8),
+                 frozenset({"y", "z"}), allocates=True, note=f"{len(PRIMITIVES)} primitives; {NOTE}"),
 )

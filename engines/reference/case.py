@@ -60,12 +60,10 @@ class AttentionCase:
         return case
 
     def check(self) -> None:
-        extents = [x for x in (self.bias, self.mask) if x is not None]
-        widest = [max((x.shape[axis] for x in extents if x.shape[axis] != 1), default=None) for axis in (3, 4)]
+        pairs = [(name, x.shape[3], x.shape[4]) for name, x in (("bias", self.bias), ("mask", self.mask)) if x is not None]
         check_values(
             cu_seqlens_q=self.cu_q, cu_seqlens_kv=self.cu_kv, seq_len_q=self.len_q, seq_len_kv=self.len_kv,
-            extent_q=self.q.shape[3], extent_kv=self.k.shape[2],
-            max_seqlen_q=widest[0] if self.packed else None, max_seqlen_kv=widest[1] if self.packed else None)
+            extent_q=self.q.shape[3], extent_kv=self.k.shape[2], pairs=pairs if self.packed else ())
 
     @property
     def has_padding(self) -> bool:

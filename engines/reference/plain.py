@@ -41,11 +41,14 @@ def allowed_error(name: str, ref: Tensor, plain: Tensor, lse: Tensor) -> Tensor:
 
 
 def plain_composition(
-    q: Tensor, k: Tensor, v: Tensor, *, do: Tensor | None = None, dlse: Tensor | None = None, **options: Any,
+    q: Tensor, k: Tensor, v: Tensor, *, do: Tensor | None = None, dlse: Tensor | None = None,
+    saved: tuple[Tensor, Tensor] | None = None, **options: Any,
 ) -> dict[str, Tensor]:
     """o and lse, and where `do` is given dq, dk, dv, dbias, dsink (as far as there is a bias, a sink).
 
-    Shapes and `options` are those of `sdpa_forward`. Lengths and offsets are read on the host, and one whole score
+    `saved`: the (o, lse) that the backward under test is given; gradients then start from them, as its do, instead of
+    from this composition's own. How each o happened to be rounded decides much of the error of a sum over rows, so two
+    errors can be compared only where both start from the same o. Shapes and `options` are those of `sdpa_forward`. Lengths and offsets are read on the host, and one whole score
     matrix per kv head is made at a time.
     """
     names = ("bias", "mask", "sink", "seq_len_q", "seq_len_kv", "cu_seqlens_q", "cu_seqlens_kv", "scale", "softcap")
@@ -61,6 +64,8 @@ def plain_composition(
     views = {**{name: case.rows_view(x) for name, x in out.items()},
              **{name: _VIEWS[name](case, x) for name, x in sums.items()}}
     rows = {name: case.rows_view(x) for name, x in (("do", do), ("dlse", dlse)) if x is not None}
+    if saved is not None:
+        rows.update(saved_o=case.rows_view(saved[0]), saved_lse=case.rows_view(saved[1]))
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         for part in case.parts():
             of_part = {name: part.rows(x) for name, x in rows.items()}
@@ -107,7 +112,7 @@ class _Head:
         bias, keep = part.pairs.bias(at), part.pairs.visible(at)
         s = s if bias is None else s + bias.to(compute)
         self.keep = (torch.ones_like(s, dtype=torch.bool) if keep is None else keep.expand(s.shape)) & (s != -math.inf)
-        s = torch.where(self.keep, s, -math.inf)
+        self.s = s = torch.where(self.keep, s, -math.inf)
         self.sink = None if case.sink is None else case.sink[None, at.h, :, None].to(compute)
         terms = s if self.sink is None else torch.cat([s, self.sink[..., None].expand(*s.shape[:-1], 1)], -1)
         self.lse = torch.logsumexp(terms, -1) if terms.shape[-1] else s.new_full(s.shape[:-1], -math.inf)
@@ -125,6 +130,11 @@ class _Head:
         if "do" not in rows:
             return
         do = rows["do"][at.b, at.h].to(self.p.dtype)
+        if "saved_o" in rows:
+            self.o = rows["saved_o"][at.b, at.h]
+            self.lse = rows["saved_lse"][at.b, at.h].to(do.dtype)
+            base = torch.where(self.some, self.lse, 0.0)[..., None]
+            self.p = torch.where(self.keep, torch.exp(self.s - base), 0.0)
         delta = torch.where(self.some, (do * self.o.to(do.dtype)).sum(-1), 0.0)
         row_term = -delta if "dlse" not in rows else rows["dlse"][at.b, at.h].to(do.dtype) - delta
         dp = do @ self.v[:, :, None].mT

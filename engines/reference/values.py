@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+
+# A packed bias or mask: its name, rows and columns.
+PairExtent = tuple[str, int, int]
 
 __all__ = ["check_values", "first_bad_value"]
 
@@ -18,11 +23,12 @@ def check_values(
     extent_kv: int,
     max_seqlen_q: int | None = None,
     max_seqlen_kv: int | None = None,
+    pairs: Sequence[PairExtent] = (),
 ) -> None:
     """Raise ValueError for the first bad value; see `first_bad_value`."""
     bad = first_bad_value(
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv, seq_len_q=seq_len_q, seq_len_kv=seq_len_kv,
-        extent_q=extent_q, extent_kv=extent_kv, max_seqlen_q=max_seqlen_q, max_seqlen_kv=max_seqlen_kv)
+        extent_q=extent_q, extent_kv=extent_kv, max_seqlen_q=max_seqlen_q, max_seqlen_kv=max_seqlen_kv, pairs=pairs)
     if bad is not None:
         raise ValueError(bad)
 
@@ -37,20 +43,27 @@ def first_bad_value(
     extent_kv: int,
     max_seqlen_q: int | None = None,
     max_seqlen_kv: int | None = None,
+    pairs: Sequence[PairExtent] = (),
 ) -> str | None:
     """The first wrong offset or length as a sentence (tensor, position, given, expected), or None.
 
     Offsets [B + 1] must lie in 0..extent (the packed total) and never fall, and no sequence may be longer than
-    `max_seqlen_*` where that is declared; lengths [B] must lie in 0..extent (the padded seqlen).
+    `max_seqlen_*` where that is declared, nor than a packed bias or mask of `pairs` has rows (q) or columns (kv), an
+    extent of 1 being broadcast; lengths [B] must lie in 0..extent (the padded seqlen).
     """
     sides = (
-        ("q", cu_seqlens_q, seq_len_q, extent_q, max_seqlen_q),
-        ("kv", cu_seqlens_kv, seq_len_kv, extent_kv, max_seqlen_kv),
+        ("q", cu_seqlens_q, seq_len_q, extent_q, max_seqlen_q, "rows"),
+        ("kv", cu_seqlens_kv, seq_len_kv, extent_kv, max_seqlen_kv, "columns"),
     )
-    for side, cu, lengths, extent, longest in sides:
+    for side, cu, lengths, extent, longest, axis in sides:
         bad = None
         if cu is not None:
-            bad = _bad_offset(f"cu_seqlens_{side}", cu, extent, longest, f"max_seqlen_{side}")
+            limits: list[tuple[int, str]] = [] if longest is None else [(longest, f"max_seqlen_{side} = {longest}")]
+            for name, rows, columns in pairs:
+                extent_there = rows if side == "q" else columns
+                if extent_there != 1:
+                    limits.append((extent_there, f"the {extent_there} {axis} of {name}"))
+            bad = _bad_offset(f"cu_seqlens_{side}", cu, extent, limits)
         if bad is None and lengths is not None:
             bad = _outside(f"seq_len_{side}", lengths, extent)
         if bad is not None:
@@ -65,7 +78,7 @@ def _outside(name: str, values: Tensor, limit: int) -> str | None:
     return f"{name}[{at}]: given {int(values[at])}, expected a value in 0..{limit}"
 
 
-def _bad_offset(name: str, cu: Tensor, total: int, longest: int | None, longest_name: str) -> str | None:
+def _bad_offset(name: str, cu: Tensor, total: int, limits: Sequence[tuple[int, str]]) -> str | None:
     bad = _outside(name, cu, total)
     if bad is not None:
         return bad
@@ -73,10 +86,11 @@ def _bad_offset(name: str, cu: Tensor, total: int, longest: int | None, longest_
     at = _first(steps < 0)
     if at is not None:
         return f"{name}[{at + 1}]: given {int(cu[at + 1])}, expected at least {name}[{at}] = {int(cu[at])}"
-    at = None if longest is None else _first(steps > longest)
-    if at is not None:
-        return (f"{name}[{at + 1}]: given {int(cu[at + 1])}, a sequence of {int(steps[at])} tokens, "
-                f"expected at most {longest_name} = {longest}")
+    for longest, what in limits:
+        at = _first(steps > longest)
+        if at is not None:
+            return (f"{name}[{at + 1}]: given {int(cu[at + 1])}, a sequence of {int(steps[at])} tokens, "
+                    f"expected at most {what}")
     return None
 
 

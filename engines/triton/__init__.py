@@ -31,9 +31,14 @@ class TritonEngine(Engine):
         return target.device == "cuda"
 
     def source_files(self) -> tuple[Path, ...]:
-        from .runtime import source_files
+        from . import nsa_map, runtime
 
-        return source_files()
+        return tuple(dict.fromkeys((*runtime.source_files(), *nsa_map.source_files())))
+
+    def op_source_files(self, op: str) -> tuple[Path, ...]:
+        from . import nsa_map, runtime
+
+        return nsa_map.source_files() if op.startswith("nsa_") else runtime.source_files()
 
     def toolchain(self) -> Mapping[str, str]:
         from .runtime import toolchain
@@ -45,8 +50,11 @@ class TritonEngine(Engine):
 def _adapters() -> tuple[Adapter, ...]:
     from .adapter_bwd import SdpaBwdDslTriton
     from .adapter_fwd import SdpaFwdDslTriton
+    from .adapter_nsa import NsaSelectionBwdDslTriton, NsaSelectionFwdDslTriton
+    from .adapter_nsa_cmp import NsaCompressedBwdDslTriton, NsaCompressedFwdDslTriton, NsaTopkDslTriton
 
-    return (SdpaFwdDslTriton(), SdpaBwdDslTriton())
+    return (SdpaFwdDslTriton(), SdpaBwdDslTriton(), NsaSelectionFwdDslTriton(), NsaSelectionBwdDslTriton(),
+            NsaCompressedFwdDslTriton(), NsaCompressedBwdDslTriton(), NsaTopkDslTriton())
 
 
 ENGINE = TritonEngine()

@@ -11,6 +11,7 @@ from descriptors import SdpaBwdDesc, SdpaDesc, TensorDesc
 from descriptors.dims import bind_dim
 
 UNLIMITED = 2**31 - 1
+FP32_TINY = 2.0**-126
 # Positions, window widths and their sums stay far inside int32.
 MAX_POSITIONS = 2**28
 
@@ -82,7 +83,9 @@ def option_values(desc: Attention) -> dict[str, Any]:
         "window_left": 0 if band.left is None else min(band.left, far),
         "window_right": 0 if band.band_right is None else min(band.band_right, far),
         "align_br": int(band.align == "bottom_right"),
-        "scale": desc.scale_value, "softcap": 1.0 if desc.softcap is None else float(desc.softcap),
+        # Below fp32's normal range a scale is 0 to any score, and a cap as good as the smallest normal number.
+        "scale": desc.scale_value if abs(desc.scale_value) >= FP32_TINY else 0.0,
+        "softcap": 1.0 if desc.softcap is None else max(float(desc.softcap), FP32_TINY),
         **score_values("bias", desc.bias), **score_values("mask", desc.mask),
     }
     for short, field in list(_OPTIONS.items())[2:]:

@@ -7,6 +7,7 @@ import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from engines import cuda_driver
@@ -25,7 +26,7 @@ class Kernel:
     def __init__(self, module: str, name: str, table: Sequence[tuple[str, str]], params: TemplateParams,
                  constexprs: Mapping[str, Any], num_warps: int, num_stages: int, target: Target) -> None:
         self.module, self.name, self.params = module, name, params
-        self.args: tuple[Arg, ...] = resolve_args(table, params)
+        self.args: tuple[Arg, ...] = self._resolve(table, params)
         self.constexprs = dict(constexprs)
         self.num_warps, self.num_stages = num_warps, num_stages
         self._functions: dict[int, cuda_driver.Function] = {}
@@ -33,11 +34,18 @@ class Kernel:
         if self.bundle is not None:
             self.pack = cuda_driver.ParamPack(self.bundle.meta["kinds"])
 
+    def _resolve(self, table: Sequence[tuple[str, str]], params: Any) -> tuple[Arg, ...]:
+        return resolve_args(table, params)
+
+    def _sources(self) -> tuple[Path, ...]:
+        """The files whose text decides this kernel's code."""
+        return runtime.source_files()
+
     def _compile(self, target: Target) -> Bundle:
         cc = target.cc
         assert cc is not None  # the caller's branch, not user input
         key = KernelKey(ENGINE_NAME, self.name, self.params.items(), target.arch,
-                        digest_files(runtime.source_files()), tuple(sorted(runtime.toolchain().items())))
+                        digest_files(self._sources()), tuple(sorted(runtime.toolchain().items())))
         return loader.get(key, lambda: runtime.compile_kernel(
             self.module, self.name, self.args, self.constexprs, cc=cc, num_warps=self.num_warps,
             num_stages=self.num_stages))
@@ -80,9 +88,10 @@ class Operand:
 
 @dataclass(frozen=True)
 class Scratch:
-    """A pointer argument that is a workspace region of fp32 numbers."""
+    """A pointer argument that is a workspace region, of fp32 numbers unless it says otherwise."""
 
     region: str
+    dtype: str = "float32"
 
 
 # Where a pointer comes from; a tensor, an address or None stands for itself.
@@ -228,7 +237,7 @@ def _tensor(pointer: Pointer, operands: Mapping[str, Any], workspace: Workspace 
         import torch
 
         assert workspace is not None
-        return workspace.tensor(pointer.region).view(torch.float32)
+        return workspace.tensor(pointer.region).view(getattr(torch, pointer.dtype))
     return pointer
 
 

@@ -149,7 +149,7 @@ def shared_facts(desc: SdpaDesc | SdpaBwdDesc, main: Sequence[str], others: Sequ
     unit_d = all(t.unit_last_stride for t in tensors)
     itemsize = desc.q.dtype.itemsize
     aligned = (unit_d and not wide and d * itemsize % HINT_BYTES == 0 and dv * itemsize % HINT_BYTES == 0
-               and all(is_aligned(t) for t in tensors))
+               and all(is_aligned(t, desc.packed) for t in tensors))
 
     def dtype(name: str) -> str | None:
         tensor = getattr(desc, name)
@@ -174,7 +174,8 @@ def needs_wide(name: str, t: TensorDesc, packed: bool) -> bool:
     A tile spans the sequence axis (and head_dim) of q, k, v, o; the sequence axis of lse; the last two of a
     bias or mask.
     """
-    used = [dim_max(s) if dim_max(d) > 1 else 0 for d, s in zip(t.shape, t.strides)]
+    used = [dim_max(s) if dim_max(d) > 1 or (packed and axis == 0) else 0
+            for axis, (d, s) in enumerate(zip(t.shape, t.strides))]
     tile: tuple[int, ...]
     if name in _ROW_OPERANDS:
         tile = (0,) if packed else (2,)
@@ -185,11 +186,16 @@ def needs_wide(name: str, t: TensorDesc, packed: bool) -> bool:
     return max(used, default=0) >= 2**31 or sum(_TILE_REACH * used[axis] for axis in tile) >= 2**31
 
 
-def is_aligned(t: TensorDesc) -> bool:
-    """16-byte base, last stride 1 and every other stride that is used a multiple of 16 bytes."""
+def is_aligned(t: TensorDesc, packed: bool = False) -> bool:
+    """16-byte base, last stride 1 and every other stride that is used a multiple of 16 bytes.
+
+    The leading extent of a packed tensor is a run-time fact: it never counts as 1, or a plan made for one token
+    would promise a pitch that only one token has.
+    """
     unit = HINT_BYTES // t.dtype.itemsize
     return t.alignment % HINT_BYTES == 0 and t.unit_last_stride and all(
-        _factor(s) % unit == 0 for d, s in zip(t.shape[:-1], t.strides[:-1]) if d != 1)
+        _factor(s) % unit == 0 for axis, (d, s) in enumerate(zip(t.shape[:-1], t.strides[:-1]))
+        if d != 1 or (packed and axis == 0))
 
 
 def _factor(stride: Dim) -> int:

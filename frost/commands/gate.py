@@ -96,11 +96,11 @@ def check(engine: str | None, gate_dir: Path | None, as_json: bool) -> int:
     rows = gates.check_shipped(engine, gate_dir)
     bad = sum(not r.ok for r in rows)
     if as_json:
-        print_json({"ok": not bad, "gates": [vars(r) for r in rows]})
+        print_json({"ok": not bad, "gates": [{**vars(r), "ok": r.ok} for r in rows]})
     else:
         table = Table("gate", "", "reason")
         for r in rows:
-            table.add_row(r.name, "PASS" if r.ok else "FAIL", r.reason, style=None if r.ok else "red")
+            table.add_row(r.name, r.verdict.upper(), r.reason, style=None if r.ok else "red")
         screen = console()
         screen.print(table)
         screen.print(f"{len(rows)} checked, {bad} failed" if rows else "no engine here needs a gate")

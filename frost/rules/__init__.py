@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -29,9 +28,13 @@ class Rule:
     hint: str = ""
 
 
-def is_number(value: object) -> bool:
-    """A finite real Python number (a bool is none)."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+FP32_MAX = 3.4028234663852886e38
+FP64_MAX = 1.7976931348623157e308
+
+
+def is_number(value: object, limit: float = FP64_MAX) -> bool:
+    """A real Python number (a bool is none) no larger than `limit`; NaN and inf are none."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= limit
 
 
 def is_count(value: object, limit: int = 2**31 - 1) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 from descriptors import ALIGNMENTS, Dim, DType, TensorDesc
 from frost.graph import OpNode
 from frost.opset import ATTENTION, stats_dtype
-from frost.rules import Bad, Rule, is_count, is_number, when
+from frost.rules import FP32_MAX, Bad, Rule, is_count, is_number, when
 
 # The axes of every operand, [dense, packed]. Packed, Sq and Sk are the token totals.
 _AXES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -60,9 +60,6 @@ class View:
             return None
         return desc.shape[self.axes(name).index(axis)]
 
-    def given(self) -> Iterator[tuple[str, TensorDesc]]:
-        return ((name, t.desc) for name, t in self.node.inputs.items())
-
 
 def _shape(desc: TensorDesc | None) -> str:
     return "[" + ", ".join(getattr(d, "name", str(d)) for d in desc.shape) + "]" if desc else "nothing"
@@ -85,7 +82,7 @@ def _align(v: View) -> Iterator[Bad]:
 def _window(v: View) -> Iterator[Bad]:
     window = v.attrs["window"]
     if not isinstance(window, tuple) or len(window) != 2:
-        yield Bad("window", repr(window), "a pair (left, right)")
+        yield Bad("window", repr(window), f"a pair (left, right) such as ({window if is_count(window) else 5}, None)")
         return
     for side, value in zip(("left", "right"), window):
         yield from when(value is not None and not is_count(value),
@@ -101,12 +98,12 @@ def _causal_window(v: View) -> Iterator[Bad]:
 
 def _scale(v: View) -> Iterator[Bad]:
     value = v.attrs["scale"]
-    yield from when(value is not None and not is_number(value), Bad("scale", repr(value), "None or a finite number"))
+    yield from when(value is not None and not is_number(value, FP32_MAX), Bad("scale", repr(value), "None or a finite number"))
 
 
 def _softcap(v: View) -> Iterator[Bad]:
     value = v.attrs["softcap"]
-    yield from when(value is not None and not (is_number(value) and value >= 0),
+    yield from when(value is not None and not (is_number(value, FP32_MAX) and value >= 0),
                     Bad("softcap", repr(value), "None or a finite number >= 0"))
 
 
@@ -164,10 +161,17 @@ def _some_offset(v: View) -> Iterator[Bad]:
 # ---- shapes
 
 
-def _rank(v: View) -> Iterator[Bad]:
-    for name, desc in v.given():
-        if name in _AXES and desc.rank != len(v.axes(name)):
-            yield Bad(v.label(name), f"shape {_shape(desc)}", f"[{', '.join(v.axes(name))}]")
+# The operands whose rank says which layout is meant.
+_LAID_OUT = ("q", "k", "v", "o", "do")
+
+
+def _rank(names: tuple[str, ...]) -> Callable[[View], Iterator[Bad]]:
+    def check(v: View) -> Iterator[Bad]:
+        for name in names:
+            desc = v.desc(name)
+            if desc is not None and desc.rank != len(v.axes(name)):
+                yield Bad(v.label(name), f"shape {_shape(desc)}", f"[{', '.join(v.axes(name))}]")
+    return check
 
 
 def _agreement(axis: str, source: str, followers: tuple[str, ...]) -> Callable[[View], Iterator[Bad]]:
@@ -191,7 +195,9 @@ def _positive(v: View) -> Iterator[Bad]:
 def _groups(v: View) -> Iterator[Bad]:
     hq, hk = v.extent("q", "Hq"), v.extent("k", "Hk")
     if isinstance(hq, int) and isinstance(hk, int) and hq > 0 and hk > 0:
-        yield from when(hq % hk != 0, Bad(v.label("q"), f"Hq = {hq}", f"a multiple of Hk = {hk}"))
+        yield from when(hq % hk != 0, Bad(
+            v.label("q"), f"Hq = {hq} (shape {_shape(v.desc('q'))})",
+            f"a multiple of Hk = {hk} as in {v.label('k')} (shape {_shape(v.desc('k'))})"))
 
 
 def _on_scores(name: str) -> Callable[[View], Iterator[Bad]]:
@@ -229,9 +235,15 @@ def _score_axes(v: View) -> tuple[list[str], list[Dim | None]]:
 # ---- dtypes
 
 
-def _io_dtype(v: View) -> Iterator[Bad]:
+def _floating_io(v: View) -> Iterator[Bad]:
     q = v.node.inputs["q"].desc
     yield from when(not q.dtype.is_floating, Bad(v.label("q"), f"dtype {q.dtype}", "a floating dtype"))
+
+
+def _io_dtype(v: View) -> Iterator[Bad]:
+    q = v.node.inputs["q"].desc
+    if not q.dtype.is_floating:  # nothing to be equal to
+        return
     for name in ("k", "v", "o", "do"):
         desc = v.desc(name)
         if desc is not None and desc.dtype is not q.dtype:
@@ -288,13 +300,15 @@ ATTENTION_RULES: tuple[Rule, ...] = (
     _rule("both_offsets", _both_offsets, "packed attention needs cu_seqlens_q and cu_seqlens_kv"),
     _rule("packed_padding", _packed_padding, "shorten the sequences through their offsets instead"),
     _rule("some_offset", _some_offset),
-    _rule("rank", _rank, "rank 3 is the packed layout and needs cu_seqlens_q and cu_seqlens_kv, rank 4 is dense"),
+    _rule("rank", _rank(_LAID_OUT), "rank 3 is the packed layout and needs cu_seqlens_q and cu_seqlens_kv, rank 4 is dense"),
+    _rule("other_rank", _rank(tuple(name for name in _AXES if name not in _LAID_OUT))),
     *(_rule(name, _agreement(axis, source, followers), _HINTS.get(name, ""))
       for name, axis, source, followers in _AGREE),
     _rule("positive", _positive),
     _rule("groups", _groups),
     _rule("bias_shape", _on_scores("bias")),
     _rule("mask_shape", _on_scores("mask")),
+    _rule("io_floating", _floating_io),
     _rule("io_dtype", _io_dtype, "cast them to one dtype first"),
     _rule("stats_dtype", _one_of(("lse", "dlse"), lambda io: (stats_dtype(io),))),
     _rule("length_dtype", _one_of(_LENGTHS, lambda io: (DType.I32, DType.I64))),

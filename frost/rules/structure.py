@@ -20,10 +20,11 @@ def _names(g: Graph) -> Iterator[Bad]:
 
 def _duplicates(g: Graph) -> Iterator[Bad]:
     seen: dict[str, str] = {}
-    named = [*((t.name, "an input") for t in g.inputs), *((out.name, "an output") for out in g.outputs)]
+    named = [*((t.name, "input") for t in g.inputs), *((out.name, "output") for out in g.outputs)]
     for name, kind in named:
         if isinstance(name, str) and name in seen:
-            yield Bad(repr(name), f"the name of {kind} and of {seen[name]}", "a name of its own")
+            given = f"two {kind}s" if seen[name] == kind else f"an {seen[name]} and an {kind}"
+            yield Bad(repr(name), f"{given} of that name", "a name of its own for each")
         elif isinstance(name, str):
             seen[name] = kind
 
@@ -137,7 +138,7 @@ def _symbol_bound(g: Graph) -> Iterator[Bad]:
 
 STRUCTURE_RULES: tuple[Rule, ...] = (
     Rule("names", None, _names, "names are non-empty strings"),
-    Rule("duplicates", None, _duplicates, "tensors are handed over under their names; pass name=… to output"),
+    Rule("duplicates", None, _duplicates, "tensors are handed over under their names; rename one, for a result with output(t, name=…)"),
     Rule("extents", None, _extents),
     Rule("strides", None, _strides),
     Rule("reach", None, _reach),

@@ -121,11 +121,18 @@ def test_gate_check_fails_until_what_ships_is_whole(gated, capsys, tmp_path):
     code, out, _ = run(capsys, "gate", "check", "gated", "--json")
     assert code == cli.OK and json.loads(out) == {
         "ok": True,
-        "gates": [{"name": "gated-sdpa-cpu.json", "ok": True, "reason": "ok"}],
+        "gates": [{"name": "gated-sdpa-cpu.json", "verdict": "pass", "ok": True, "reason": "ok"}],
     }
     (tmp_path / "shipped" / "gated-sdpa-cpu.json").write_text("{}")
     code, out, _ = run(capsys, "gate", "check", "gated")
     assert code == cli.FAILED and "is damaged" in out
+
+
+def test_gate_check_names_an_op_without_a_matrix_and_does_not_fail_for_it(gated, capsys, monkeypatch):
+    """Nobody can run that gate yet; the op is declined on every GPU, and the table says so."""
+    monkeypatch.setattr("frost.equivalence.gated_ops", lambda: ("nsa_selection",))
+    code, out, _ = run(capsys, "gate", "check", "gated")
+    assert code == cli.OK and "NONE" in out and "no gate matrix" in out and "1 checked, 0 failed" in out
 
 
 def test_gate_check_of_an_engine_that_needs_none(capsys):

@@ -184,6 +184,12 @@ def test_a_misspelt_dtype_names_the_nearest():
         DType.parse("bflaot16")
 
 
+@pytest.mark.parametrize("value", ["float8_e4m3fn", "float8", "fp8", "int8", "int16", "uint16", "complex64", "tf32", "bfloat"])
+def test_another_format_is_not_taken_for_a_misspelling(value):
+    with pytest.raises(TypeError, match=f"given '{value}'.*known: fp64, fp32, fp16, bf16, int64, int32, bool, uint8"):
+        DType.parse(value)
+
+
 # ---- keys
 
 

@@ -185,9 +185,10 @@ CASES = [
     # attention: shapes
     ("rank", A(shapes={"q": (7, 4, 8)}), A()),
     ("rank", A(**PACK, shapes={"v": (2, 2, 6, 16)}), A(**PACK)),
-    ("rank", A(["sink"], shapes={"sink": (1, 4)}), A(["sink"])),
-    ("rank", A(["seq_len_q"], shapes={"seq_len_q": (2, 1)}), A(["seq_len_q"])),
-    ("rank", A(**PACK, shapes={"cu_seqlens_q": (3, 1)}), A(**PACK)),
+    ("other_rank", A(["sink"], shapes={"sink": (1, 4)}), A(["sink"])),
+    ("other_rank", A(["seq_len_q"], shapes={"seq_len_q": (2, 1)}), A(["seq_len_q"])),
+    ("other_rank", A(**PACK, shapes={"cu_seqlens_q": (3, 1)}), A(**PACK)),
+    ("other_rank", A(**BACKWARD, shapes={"lse": (2, 4, 5, 1)}), A(**BACKWARD)),
     ("batch", A(shapes={"k": (3, 2, 6, 8)}), A()),
     ("batch", A(["seq_len_q"], shapes={"seq_len_q": (3,)}), A(["seq_len_q"])),
     ("batch", A(shapes={"q": (S, 4, 5, 8)}),
@@ -217,7 +218,7 @@ CASES = [
     ("bias_shape", A(["bias"], **PACK, shapes={"bias": (3, 4, 3, 5)}), A(["bias"], **PACK)),
     ("mask_shape", A(["mask"], shapes={"mask": (6, 5)}), A(["mask"], shapes={"mask": (2, 1, 5, 6)})),
     # attention: dtypes
-    ("io_dtype", A(io="int32"), A(io="fp16")),
+    ("io_floating", A(io="int32"), A(io="fp16")),
     ("io_dtype", A(dtypes={"v": "fp16"}), A()),
     ("io_dtype", A(**BACKWARD, dtypes={"do": "fp32"}), A(**BACKWARD)),
     ("stats_dtype", A(**BACKWARD, dtypes={"lse": "bf16"}), A(**BACKWARD)),
@@ -285,7 +286,7 @@ def test_strides_beyond_64_bits_are_reported_not_computed_with(stride):
 def test_one_wrong_thing_is_one_violation():
     """Rules do not repeat each other, so that a message points at one cause."""
     alone = [A(shapes={"v": (2, 2, 7, 16)}), A(scale=math.nan), A(["bias"], shapes={"bias": (6,)}),
-             A(window=(-1, None)), A(dtypes={"v": "fp16"}), primitive("matmul", (2, 3), (4, 5)), graph(output(stride=(2, 1)))]
+             A(window=(-1, None)), A(dtypes={"v": "fp16"}), A(dtypes={"q": "int32"}), A(["sink"], shapes={"sink": (1, 4)}), primitive("matmul", (2, 3), (4, 5)), graph(output(stride=(2, 1)))]
     assert [len(violations(build())) for build in alone] == [1] * len(alone)
 
 
@@ -310,6 +311,22 @@ def test_a_violation_names_node_tensor_given_and_expected():
     [text] = [str(v) for v in violations(g)]
     for part in ("sdpa (node 'attn')", "'value'", "'key'", "Sk = 6", "[1, 1, 6, 8]", "Sk = 5", "[1, 1, 5, 8]"):
         assert part in text
+
+
+@pytest.mark.parametrize("build, part, absent", [
+    (A(window=5), "expected a pair (left, right) such as (5, None)", None),
+    (A(window="5"), "expected a pair (left, right) such as (5, None)", None),
+    (A(io="int32"), "q: given dtype int32, expected a floating dtype", "cast"),
+    (A(["sink"], shapes={"sink": (1, 4)}), "sink: given shape [1, 4], expected [Hq]", "packed"),
+    (A(shapes={"q": (2, 3, 5, 8)}), "q: given Hq = 3 (shape [2, 3, 5, 8]), expected a multiple of Hk = 2 as in k (shape [2, 2, 6, 8])",
+     None),
+    (graph(lambda g, x, t: g.output(g.add(t, g.tensor("x", (2, 3), dtype="fp32")))), "'x': given two inputs of that name", "and of"),
+    (graph(lambda g, x, t: g.output(t, name="x")), "'x': given an input and an output of that name", "and of"),
+    (graph(lambda g, x, t: g.output(g.tanh(t), name="y") and None), "'y': given two outputs of that name", "and of"),
+])
+def test_messages_give_the_way_out_that_fits(build, part, absent):
+    text = "\n".join(map(str, violations(build())))
+    assert part in text and (absent is None or absent not in text)
 
 
 @pytest.mark.parametrize("options", [

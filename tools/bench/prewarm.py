@@ -76,7 +76,7 @@ def run_jobs(jobs: Sequence[Job], workers: int = 0) -> list[Result]:
         for future in as_completed(waiting):
             try:
                 done.append(future.result())
-            except Exception as e:  # noqa: BLE001 - a worker that died is a result too
+            except Exception as e:
                 done.append(Result(waiting[future], 0.0, error=f"{type(e).__name__}: {e}"))
     return done
 
@@ -86,7 +86,7 @@ def run_job(job: Job) -> Result:
     start = time.perf_counter()
     try:
         kernels = _flex(job) if job.candidate == "flex" else _engine(job)
-    except Exception as e:  # noqa: BLE001 - travels back as text
+    except Exception as e:
         return Result(
             job, time.perf_counter() - start, error=f"{type(e).__name__}: {' '.join(str(e).split())[:300]}"
         )

@@ -1,0 +1,1 @@
+"""Descriptor-driven test cases: one table feeds the support, numerics, key and error tests."""

@@ -1,0 +1,62 @@
+"""The suite that needs a GPU. Everything here is marked `gpu`, and skipped as a whole where there is none.
+
+python3 -m pytest tests/gpu -m gpu -q
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+for folder in (HERE, HERE.parent):
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+import harness  # noqa: E402 - found through the path set above
+
+
+def _why_not() -> str:
+    if harness.DEVICE == "cuda" and not torch.cuda.is_available():
+        return "no CUDA device in this process: the GPU suite needs an NVIDIA GPU"
+    return ""
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m looks at the marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    reason = _why_not()
+    for item in items:
+        if HERE not in Path(item.path).parents:
+            continue
+        item.add_marker(pytest.mark.gpu)
+        if reason:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def surfaced_errors():
+    """An asynchronous error belongs to the test that caused it; memory goes back between tests."""
+    yield
+    if harness.DEVICE == "cuda":
+        torch.cuda.synchronize()
+        if torch.cuda.memory_reserved() > 8 << 30:
+            torch.cuda.empty_cache()
+
+
+@pytest.fixture(scope="session")
+def compiled_ahead(request: pytest.FixtureRequest) -> None:
+    """Compile what the selected cases need, in parallel and without the device; tests then load it from
+    disk."""
+    if harness.DEVICE != "cuda" or hasattr(request.config, "workerinput"):
+        return
+    import compile_ahead
+
+    wanted = [
+        (item.callspec.params["case"], item.callspec.params["op"])
+        for item in request.session.items
+        if {"case", "op"} <= set(getattr(getattr(item, "callspec", None), "params", {}))
+    ]
+    compile_ahead.run(wanted, torch.cuda.get_device_capability())
