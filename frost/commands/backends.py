@@ -8,13 +8,16 @@ from typing import Any
 
 from rich.table import Table
 
-from .common import FAILED, OK, UsageError, console, print_json
+from .common import FAILED, OK, UsageError, console, known_device, print_json, target_for
 
 
 def probe(device: str | None, gate_dir: Path | None, as_json: bool) -> int:
     from ..backends import probe_backends
     from ..registry import banner_facts
 
+    known_device(device)
+    if gate_dir is not None and not gate_dir.is_dir():
+        raise UsageError(f"--gate-dir: given {gate_dir}, expected a folder")
     reports = probe_backends(device=device, gate_dir=gate_dir)
     facts = banner_facts(device=device, gate_dir=gate_dir)
     if as_json:
@@ -53,6 +56,8 @@ def bench(
     from ..report.facts import bench_facts
     from ..report.saved import Saved, write_saved
 
+    if device is not None:
+        target_for(device)
     made = []
     for seq in seqs:
         try:
@@ -69,7 +74,7 @@ def bench(
                     progress=None if as_json else _bar,
                 )
             )
-        except ValueError as e:
+        except (ValueError, TypeError) as e:
             raise UsageError(str(e)) from e
     if save is not None:
         write_saved(save, Saved(benchmarks=made))
@@ -93,7 +98,7 @@ def bench(
                 _number(r["ms"], ".4f"),
                 _number(r["tflops"], ".1f"),
                 _number(r["pinned_ms"], ".4f"),
-                "" if r["status"] == "ok" else r["status"],
+                r.get("note", "") if r["status"] == "ok" else r["status"],
                 style="red" if r in wrong else None,
             )
         screen.print(table)

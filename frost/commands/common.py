@@ -57,6 +57,17 @@ def load_graph(path: Path) -> Graph:
         raise GraphError(f"{path}: {e}; a graph file is what Graph.to_bytes() returns") from e
 
 
+def known_device(device: str | None) -> None:
+    """A device that exists somewhere, here or not. Raises UsageError for a word that names none."""
+    import torch
+
+    try:
+        if device is not None and not device.startswith("sm_"):
+            torch.device(device)
+    except RuntimeError as e:
+        raise UsageError(f"--device: given {device!r}, expected cpu, cuda, cuda:N or an arch such as sm_90") from e
+
+
 def target_for(device: str | None) -> Target:
     """ "cpu", "cuda", "cuda:1", or an arch such as "sm_90" to compile for without having it."""
     from ..gate_env import target_of

@@ -232,6 +232,7 @@ def bench_facts(
             "tflops": flops / (t * 1e-3) / 1e12,
             "status": reasons[name],
             "pinned_ms": pinned.get(name),
+            "note": "Triton's interpreter" if name == "frost[triton]" and not on_cuda else "",
         }
         for name, t in ms.items()
     ]
