@@ -2,7 +2,7 @@
 
     python -m tools.sm80_smoke                 # a few rows of the gate matrix, and timings
     python -m tools.sm80_smoke --all --no-time # the whole matrix
-    python -m tools.sm80_smoke --no-check --direction fwd --candidates
+    python -m tools.sm80_smoke --no-check --direction bwd --candidates
 
 Every row is guarded: one that fails is shown and the others still run, until the device itself stops answering.
 """
@@ -10,6 +10,8 @@ Every row is guarded: one that fails is shown and the others still run, until th
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
 import multiprocessing
 import os
 import statistics
@@ -18,17 +20,22 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from descriptors import DType, MaskDesc, SdpaDesc, TensorDesc
+from descriptors import DType, MaskDesc, SdpaBwdDesc, SdpaDesc, TensorDesc
 from engines import registry
 from engines.base import Launch, Target, Workspace
 from engines.sm80 import ENGINE, configs
+from engines.sm80.adapter_bwd import SdpaBwdExecutable, backward_params, regions
 from engines.sm80.adapter_fwd import SdpaFwdExecutable, forward_params
-from engines.sm80.params import FwdParams, Tile
-from frost.equivalence import ConfigResult, configs_for, make_case, run_config
+from engines.sm80.params import FwdParams, TemplateParams, Tile
+from engines.sm80.params_bwd import BwdParams, BwdTile, with_tile
+from engines.sm80.params_bwd import sums_dq as tile_sums_dq
+from frost.equivalence import ConfigResult, compile_config, configs_for, run_config
+from frost.errors import NotSupportedError
 from frost.gate_matrix import MATRIX, Config
 
 QUICK = (
@@ -36,6 +43,9 @@ QUICK = (
     "bf16-d256", "group-7", "one-query", "no-keys", "causal-bottom-right-tall", "window-both", "scale-negative", "softcap",
     "bias-full", "bias-minus-inf", "mask-full", "sink-window", "lengths", "packed", "packed-window-sink", "packed-bias",
     "layout-bshd", "layout-slice-of-qkv", "layout-pitch", "layout-offset-by-one",
+    # backward only
+    "bias-keys", "bias-rows", "bias-one-number", "sink-empty-rows", "dlse-sink-packed", "deterministic-gqa-window",
+    "deterministic-packed", "deterministic-bias-row",
 )
 
 
@@ -76,6 +86,21 @@ CANDIDATES: dict[tuple[int, int], tuple[Tile, ...]] = {
 }
 
 
+# Backward tiles by (kernel, flavor).
+BACKWARD_CANDIDATES: dict[tuple[str, tuple[int, int]], tuple[BwdTile, ...]] = {
+    ("dkdv", (64, 64)): (BwdTile(8, 1, 1, 64, 2, 1), BwdTile(8, 2, 1, 32, 2, 1), BwdTile(4, 1, 1, 64, 2, 2),
+                         BwdTile(4, 2, 1, 32, 1, 2), BwdTile(4, 1, 1, 32, 2, 3)),
+    ("dkdv", (128, 128)): (BwdTile(4, 1, 1, 64, 2, 2), BwdTile(8, 2, 2, 64, 2, 1), BwdTile(8, 1, 1, 32, 2, 1),
+                           BwdTile(4, 1, 1, 64, 1, 2), BwdTile(4, 2, 2, 64, 1, 2), BwdTile(4, 1, 1, 32, 2, 2)),
+    ("dkdv", (256, 256)): (BwdTile(8, 1, 2, 32, 2, 1), BwdTile(8, 1, 2, 64, 1, 1), BwdTile(4, 1, 2, 32, 1, 2)),
+    ("dq", (64, 64)): (BwdTile(4, 2, 1, 64, 2, 2), BwdTile(8, 1, 1, 64, 2, 1), BwdTile(8, 2, 1, 32, 2, 1),
+                       BwdTile(4, 1, 1, 64, 2, 3)),
+    ("dq", (128, 128)): (BwdTile(4, 2, 1, 32, 2, 2), BwdTile(8, 2, 1, 32, 2, 1), BwdTile(4, 1, 1, 64, 1, 2),
+                         BwdTile(4, 1, 1, 64, 2, 2), BwdTile(8, 1, 1, 32, 2, 1)),
+    ("dq", (256, 256)): (BwdTile(8, 1, 1, 32, 1, 1), BwdTile(4, 1, 1, 32, 1, 2), BwdTile(4, 1, 1, 64, 1, 1)),
+}
+
+
 def main(argv: list[str] | None = None) -> int:
     args = _arguments().parse_args(argv)
     if ENGINE.name not in registry.names():
@@ -88,12 +113,15 @@ def main(argv: list[str] | None = None) -> int:
         print(f"unavailable: {missing}")
         return 2
     rows = [] if args.no_check else _rows(args.direction, args.all, args.only)
-    timed = [] if args.no_time else list(_timed(target, args.candidates, args.only))
-    _compile_ahead(rows, timed, cc)
+    forward = [] if args.no_time or args.direction == "bwd" else list(_timed(target, args.candidates, args.only))
+    backward = [] if args.no_time or args.direction == "fwd" else list(_timed_backward(target, args.candidates, args.only))
+    _compile_ahead(rows, [p for _, p in forward], [p for _, chains in backward for p in chains.values()], cc)
     if args.compile_only:
         return 0
     failed = _check(rows)
-    _time(timed, target)
+    _time(forward, target)
+    for shape, chains in backward:
+        _guarded(shape, partial(_time_backward, shape, chains, target))
     return 1 if failed else 0
 
 
@@ -174,14 +202,19 @@ def _shallow(params: FwdParams) -> dict[str, Any]:
 
 
 def _time(timed: Iterable[tuple[Shape, FwdParams]], target: Target) -> None:
+    timed = list(timed)
     for shape in dict.fromkeys(s for s, _ in timed):
-        try:
-            _time_shape(shape, [p for s, p in timed if s is shape], target)
-        except Exception as e:  # noqa: BLE001 - the other shapes are still worth a look
-            print(f"{shape.name}: {type(e).__name__}: {e}", flush=True)
-            if not _alive():
-                sys.exit(3)
-        torch.cuda.empty_cache()
+        _guarded(shape, partial(_time_shape, shape, [p for s, p in timed if s is shape], target))
+
+
+def _guarded(shape: Shape, run: Callable[[], None]) -> None:
+    try:
+        run()
+    except Exception as e:
+        print(f"{shape.name}: {type(e).__name__}: {e}", flush=True)
+        if not _alive():
+            sys.exit(3)
+    torch.cuda.empty_cache()
 
 
 def _time_shape(s: Shape, candidates: list[FwdParams], target: Target) -> None:
@@ -207,11 +240,91 @@ def _time_shape(s: Shape, candidates: list[FwdParams], target: Target) -> None:
         if not worst <= 0.02:
             print(f"{s.name}: {name} differs from FA2 by {worst}", flush=True)
             continue
-        calls[name] = lambda call=call, keep=operands: call(stream)
+        calls[name] = partial(_launch, call, stream, operands)
     ms = _medians(calls)
     rate = {n: s.flops / t / 1e9 for n, t in ms.items()}
     told = "  ".join(f"{n}: {rate[n]:.0f} ({rate[n] / rate['FA2']:.2f})" for n in rate)
     print(f"{s.name:24s} TFLOP/s  {told}", flush=True)
+
+
+def _launch(call: Callable[[int], None], stream: int, operands: dict[str, torch.Tensor]) -> None:
+    """`operands` only keeps the buffers alive: a bound call holds addresses."""
+    call(stream)
+
+
+# A chain of backward kernels under a name. All of them, or the statistics and one kernel with some tile.
+Chain = dict[str, TemplateParams]
+
+
+def _backward_desc(s: Shape) -> SdpaBwdDesc:
+    d = _desc(s)
+    return SdpaBwdDesc(q=d.q, k=d.k, v=d.v, o=d.o, lse=d.lse, band=d.band, do=d.o, dq=d.q, dk=d.k, dv=d.v)
+
+
+def _timed_backward(target: Target, candidates: bool, only: list[str]) -> Iterator[tuple[Shape, dict[str, Chain]]]:
+    limit = configs.SHARED_LIMIT[configs.arch_class(target.cc or (8, 0))]
+    for s in SHAPES:
+        if only and not any(o in s.name for o in only):
+            continue
+        desc = _backward_desc(s)
+        own, fixed = (backward_params(dataclasses.replace(desc, deterministic=on), target) for on in (False, True))
+        chains: dict[str, Chain] = {"all": own, "deterministic": fixed}
+        kinds = {"dkdv": fixed["dkdv"], "dq": fixed["dq"]} | ({"sums": own["dkdv"]} if "cast" in own else {})
+        for kind, params in kinds.items():
+            assert isinstance(params, BwdParams)
+            kernel = "dq" if kind == "dq" else "dkdv"
+            more = BACKWARD_CANDIDATES.get((kernel, (s.d, s.d)), ()) if candidates else ()
+            for t in dict.fromkeys((params.tile, *more)):
+                if kind == "sums" and not tile_sums_dq(s.d, t):
+                    continue
+                made = with_tile(params, t)
+                if made.shared_bytes * t.min_blocks <= limit:
+                    name = f"{kind} {t.warps}x{t.row_tiles * 16}/{t.d_split}x{t.block} s{t.stages} b{t.min_blocks}"
+                    chains[name] = {n: p for n, p in own.items() if n in ("pre", "cast")[:1 + (kind == "sums")]} | {kernel: made}
+        yield s, chains
+
+
+def _time_backward(s: Shape, chains: dict[str, Chain], target: Target) -> None:
+    gen = torch.Generator(device="cuda").manual_seed(0)
+
+    def randn(heads: int) -> torch.Tensor:
+        return torch.randn(s.batch, heads, s.seqlen, s.d, device="cuda", generator=gen, dtype=torch.bfloat16)
+
+    q, k, v, do = randn(s.heads[0]), randn(s.heads[1]), randn(s.heads[1]), randn(s.heads[0])
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    _, o = _fa2(leaves[0], leaves[1], leaves[2], s)
+    fa2 = partial(torch.autograd.grad, o, leaves, do, retain_graph=True)
+    expected = dict(zip(("dq", "dk", "dv"), fa2(), strict=True))
+    desc, stream = _backward_desc(s), torch.cuda.current_stream().cuda_stream
+    lse = torch.full(q.shape[:3], float("nan"), device="cuda")
+    own_o = torch.empty_like(q)
+    forward = {"q": q, "k": k, "v": v, "o": own_o, "lse": lse}
+    SdpaFwdExecutable(forward_params(_desc(s), target), target).execute(Launch(_desc(s), forward), Workspace(None, {}), stream)
+    offsets, size = {}, 0
+    for region in regions(desc):
+        offsets[region.name] = (size, region.nbytes)
+        size += -(-region.nbytes // 256) * 256
+    calls: dict[str, Callable[[], Any]] = {"FA2": fa2}
+    for name, chain in chains.items():
+        results = {n: torch.full_like(x, float("nan")) for n, x in expected.items()}
+        operands = {**forward, "do": do, **results}
+        space = torch.empty(size, dtype=torch.uint8, device="cuda")
+        call = SdpaBwdExecutable(chain, target).prepare(Launch(desc, operands), Workspace(space, offsets))
+        call(stream)
+        torch.cuda.synchronize()
+        written = [n for n, kernels in (("dq", {"dq", "cast"}), ("dk", {"dkdv"}), ("dv", {"dkdv"})) if kernels & set(chain)]
+        worst = {n: ((results[n].float() - expected[n].float()).abs() / (1 + expected[n].float().abs())).max().item()
+                 for n in written}
+        if not all(x <= 0.04 for x in worst.values()):
+            print(f"{s.name}: {name} differs from FA2 by {worst}", flush=True)
+            continue
+        calls[name] = partial(_launch, call, stream, {**operands, "space": space})
+    ms = _medians(calls)
+    rate = 2.5 * s.flops / 1e9
+    for name in ("FA2", "all", "deterministic"):
+        if name in ms:
+            print(f"{s.name:24s} backward {name:13s} {rate / ms[name]:.0f} TFLOP/s ({ms['FA2'] / ms[name]:.2f})", flush=True)
+    print("  ms  " + "  ".join(f"{n}: {t:.3f}" for n, t in ms.items()), flush=True)
 
 
 def _fa2(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s: Shape) -> tuple[Callable[[], Any], torch.Tensor]:
@@ -231,7 +344,7 @@ def _medians(calls: dict[str, Callable[[], Any]], reps: int = 12) -> dict[str, f
     for rep in range(reps + 2):
         for name, call in calls.items():
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(200_000)  # longer than the host needs to enqueue the call
+            torch.cuda._sleep(500_000)  # longer than the host needs to enqueue the call
             start.record()
             call()
             end.record()
@@ -244,10 +357,15 @@ def _medians(calls: dict[str, Callable[[], Any]], reps: int = 12) -> dict[str, f
 # ---- compiling in parallel -----------------------------------------------------------------------------------------
 
 
-def _compile_ahead(rows: list[Config], timed: list[tuple[Shape, FwdParams]], cc: tuple[int, int]) -> None:
+Job = tuple["Config | FwdParams | Chain", tuple[int, int]]
+
+
+def _compile_ahead(rows: list[Config], forward: list[FwdParams], backward: list[Chain], cc: tuple[int, int]) -> None:
     start = time.perf_counter()
     workers = min(16, os.cpu_count() or 1)
-    jobs = [(c, cc) for c in rows] + [(p, cc) for p in dict.fromkeys(p for _, p in timed)]
+    kernels = dict.fromkeys((name, p) for chain in backward for name, p in chain.items())
+    jobs: list[Job] = [*((c, cc) for c in rows), *((p, cc) for p in dict.fromkeys(forward)),
+                       *(({name: p}, cc) for name, p in kernels)]
     if not jobs:
         return
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
@@ -257,35 +375,26 @@ def _compile_ahead(rows: list[Config], timed: list[tuple[Shape, FwdParams]], cc:
         print(text, flush=True)
 
 
-def _compile(job: tuple[Config | FwdParams, tuple[int, int]]) -> str:
+def _compile(job: Job) -> str:
     what, cc = job
     torch.set_num_threads(1)
     try:
         if isinstance(what, FwdParams):
             SdpaFwdExecutable(what, Target.cuda(cc))
+        elif isinstance(what, dict):
+            SdpaBwdExecutable(what, Target.cuda(cc))
         else:
             _compile_row(what, cc)
-    except Exception as e:  # noqa: BLE001 - what does not compile here fails again, and visibly, where it is used
+    except Exception as e:
         return f"{type(e).__name__}: {e}"[:2000]
     return ""
 
 
 def _compile_row(config: Config, cc: tuple[int, int]) -> None:
-    from frost.equivalence import _graph, _result_dtype, _wanted, Placed, _MAIN
-    from frost.errors import NotSupportedError
-
     if ENGINE.name not in registry.names():
         registry.register(ENGINE, priority=25)
-    case = make_case(config)
-    given = {n: Placed.make(x.shape, x.dtype, config.layout if n in _MAIN else "bhsd", "cpu")
-             for n, x in case.operands.items()}
-    names = _wanted(config) if config.op == "sdpa_backward" else ("o", "lse")
-    outputs = {n: Placed.make(case.answer[n].shape, _result_dtype(case, n), config.layout if n in _MAIN else "bhsd", "cpu")
-               for n in names}
-    try:
-        _graph(config, given, outputs).compile(Target.cuda(cc), engines=[ENGINE.name], gates="off")
-    except NotSupportedError:
-        pass
+    with contextlib.suppress(NotSupportedError):  # a row that this engine declines
+        compile_config(config, ENGINE.name, Target.cuda(cc))
 
 
 if __name__ == "__main__":
