@@ -87,7 +87,8 @@ def backward_params(desc: SdpaBwdDesc, target: Target) -> dict[str, TemplatePara
     if sums_dq(desc):
         # Narrow copies need registers for their addresses: they take the tile of small cards, which has some left.
         tile = _tile(configs_bwd.DKDV_SUMS, target if facts["vec"] == 16 else _SMALL_CARD, facts)
-        out["dkdv"] = DkdvParams(**facts, tile=tile, sum_dq=True)
+        # No band is one that ends past every key: tiles without a mask run the same code, and the kernel of its own spilled.
+        out["dkdv"] = DkdvParams(**{**facts, "has_right": True}, tile=tile, sum_dq=True)
         out["cast"] = statistics_params(facts, 16, configs_bwd.PRE_WARPS, configs_bwd.PRE_ROWS)
     elif desc.dk is not None or desc.dv is not None:
         out["dkdv"] = DkdvParams(**facts, tile=_tile(configs_bwd.DKDV, target, facts))

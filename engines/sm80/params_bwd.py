@@ -89,6 +89,7 @@ class DkdvParams(BwdParams):
 
     def _rules(self) -> Iterable[tuple[str, bool]]:
         yield from super()._rules()
+        yield "has_right: expected True with sum_dq", self.has_right or not self.sum_dq
         yield "sum_dq: expected neither bias nor mask", not self.sum_dq or not (self.mask or self.bias)
         yield ("sum_dq: expected warps that share q's columns in powers of two, 16 or more each",
                not self.sum_dq or sums_dq(self.head_dim, self.tile))

@@ -120,7 +120,7 @@ def test_no_backward_kernel_spills(arch: str, kernel: str, flavor: tuple[int, in
 
 def summing(flavor: tuple[int, int], cc: tuple[int, int], **options: Any) -> DkdvParams:
     """The kernel that sums dQ, with the tile that its adapter picks."""
-    facts = facts_of(flavor, **options)
+    facts = facts_of(flavor, **{**options, "has_right": True})
     return DkdvParams(**facts, tile=configs.pick(configs_bwd.DKDV_SUMS, cc if facts["vec"] == 16 else (8, 6), flavor, rich=False),
                       sum_dq=True)
 
