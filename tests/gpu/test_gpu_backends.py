@@ -49,8 +49,6 @@ def test_a_benchmark_has_every_name(dtype: str | None) -> None:
 
 def test_the_pinned_baseline_holds() -> None:
     """Within 2 x on the card that it was measured on."""
-    if not sdpa_baseline.baseline_path().exists():
-        pytest.skip("no baseline ships yet: `python -m tools.sdpa_baseline` writes it")
     info = backends.sdpa_baseline_info()
     if info["card"] != torch.cuda.get_device_name():
         pytest.skip(f"the baseline is {info['card']}'s, this is {torch.cuda.get_device_name()}")
