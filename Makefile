@@ -12,6 +12,7 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 
 VENV := .venv
+NEWEST := $(VENV)/newest-triton
 TEST_TIMEOUT ?= 300
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
@@ -52,11 +53,12 @@ REQUIRE := @true
 
 endif
 
-.PHONY: help venv demo test lint check bench docs clean
+.PHONY: help venv demo test test-newest lint check bench docs clean
 
 help:
 	@echo "make demo    set up .venv and run examples/quickstart.py (seconds)"
 	@echo "make test    set up .venv and run the tests (minutes; PYTEST_ARGS picks some)"
+	@echo "make test-newest   the kernels' tests with the newest Triton's interpreter (minutes)"
 	@echo "make lint    ruff and mypy (seconds)"
 	@echo "make check   shipped gates match their kernels, docs/support.md matches the capability rows (seconds)"
 	@echo "make bench   benchmarks against peers (NVIDIA GPU, minutes)"
@@ -116,6 +118,18 @@ test: $(READY)
 	if have pytest_timeout; then plugins="$$plugins --timeout=$(TEST_TIMEOUT)"; fi; \
 	set -x; \
 	OMP_NUM_THREADS=1 $(PY) -m pytest $$plugins $(PYTEST_ARGS)
+
+# The kernels' own tests once more, interpreted by the newest Triton that the package index has: beside the pinned one, so
+# that a release which breaks them is seen before users see it.
+test-newest: $(READY)
+	$(REQUIRE) pytest
+	rm -rf $(NEWEST)
+	$(PY) -m pip install --quiet --no-deps --target $(NEWEST) triton
+	export PYTHONPATH=$(CURDIR)/$(NEWEST):$(CURDIR); \
+	$(PY) -c 'import triton; print("newest Triton:", triton.__version__)'; \
+	plugins=; \
+	if $(PY) -c "import xdist" 2>/dev/null; then plugins="-n $(JOBS)"; fi; \
+	OMP_NUM_THREADS=1 $(PY) -m pytest $$plugins -q tests/numerics -k triton $(PYTEST_ARGS)
 
 lint: $(READY)
 	$(REQUIRE) ruff mypy

@@ -11,9 +11,10 @@ from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, ClassVar, TypeVar
 
 from .dims import Dim
+from .errors import WireError
 from .masks import MaskDesc
 from .tensor import TensorDesc
-from .wire import WireError, dim_from_wire, dim_to_wire, expect
+from .wire import dim_from_wire, dim_to_wire, expect
 
 OpT = TypeVar("OpT", bound="OpDesc")
 

@@ -11,7 +11,9 @@ import numpy as np
 
 from .dims import Dim, Dims, DimsLike, Sym, SymProduct, bind_dim, dim_max, is_symbolic, multiply, symbols
 from .dtype import DType
-from .wire import WireError, dim_from_wire, dim_to_wire, dtype_from_wire, expect
+from .errors import WireError
+from .limits import shown_names
+from .wire import dim_from_wire, dim_to_wire, dtype_from_wire, expect
 
 MAX_RANK = 8
 # Exact self-overlap enumeration is bounded by this many elements; beyond it only layouts that nest are accepted.
@@ -114,19 +116,27 @@ class TensorDesc:
         return self.numel == 0 or all(
             a == b for d, a, b in zip(self.shape, self.strides, row_major(self.shape)) if d != 1)
 
-    def overlaps_itself(self) -> bool:
-        """True where two different index tuples can share an address (a written tensor must not)."""
-        if self.numel == 0:
-            return False
-        dims = sorted((dim_max(s), dim_max(d)) for d, s in zip(self.shape, self.strides) if dim_max(d) > 1)
-        reach = 0  # largest offset of the dims so far: a following stride beyond it nests without overlap
-        for stride, dim in dims:
+    def _steps(self) -> list[tuple[int, int]]:
+        """(stride, extent) at the declared maximum, smallest stride first, of the dims that have more than one index."""
+        return sorted((dim_max(s), dim_max(d)) for d, s in zip(self.shape, self.strides) if dim_max(d) > 1)
+
+    @property
+    def nests(self) -> bool:
+        """True where every stride reaches beyond all that the smaller ones can: nothing overlaps, at one glance."""
+        reach = 0
+        for stride, dim in self._steps():
             if stride <= reach:
-                break
+                return False
             reach += stride * (dim - 1)
-        else:
+        return True
+
+    def overlaps_itself(self, most: int = _ENUMERATE_LIMIT) -> bool:
+        """True where two different index tuples can share an address (a written tensor must not). A layout that does not
+        nest is enumerated up to `most` elements, and counts as overlapping beyond that."""
+        if self.numel == 0 or self.nests:
             return False
-        if any(s == 0 for s, _ in dims) or self.numel > _ENUMERATE_LIMIT:
+        dims = self._steps()
+        if any(s == 0 for s, _ in dims) or self.numel > most:
             return True
         offsets = np.zeros(1, dtype=np.int64)
         for stride, dim in dims:
@@ -165,13 +175,16 @@ class TensorDesc:
     def from_wire(value: Any, what: str = "tensor") -> TensorDesc:
         expect(value, dict, what)
         if set(value) != {"shape", "dtype", "stride", "alignment"}:
-            raise WireError(f"{what}: given fields {sorted(map(str, value))}, expected shape, dtype, stride, alignment")
+            raise WireError(f"{what}: given fields {shown_names(value)}, expected shape, dtype, stride, alignment")
         shape = [dim_from_wire(d, what) for d in expect(value["shape"], list, what)]
         stride = value["stride"]
         if stride is not None:
             stride = [dim_from_wire(s, what) for s in expect(stride, list, what)]
         try:
-            return TensorDesc.make(shape, dtype_from_wire(value["dtype"], what), stride, value["alignment"])
+            return TensorDesc.make(shape, dtype_from_wire(value["dtype"], what), stride,
+                                   expect(value["alignment"], int, what))
+        except WireError:
+            raise
         except (TypeError, ValueError) as e:
             raise WireError(f"{what}: {e}") from e
 

@@ -227,6 +227,10 @@ class Executable(abc.ABC):
         """`prepare` and one call. Engines whose preparation costs something override it with a direct launch."""
         self.prepare(launch, workspace)(stream)
 
+    def workspace(self, desc: OpDesc) -> tuple[Region, ...] | None:
+        """Scratch of one execution where it depends on which kernels were compiled; None: what the adapter says."""
+        return None
+
     def describe(self) -> Mapping[str, Any]:
         """What runs (kernel names, TemplateParams, registers where known), for `plan.explain()`."""
         return {}
@@ -250,7 +254,7 @@ class Adapter(abc.ABC):
         return self.engine
 
     def workspace(self, desc: OpDesc) -> tuple[Region, ...]:
-        """Scratch of one execution, as a function of the (bound) extents."""
+        """Scratch of one execution, as a function of the (bound) extents. See also `Executable.workspace`."""
         return ()
 
     @abc.abstractmethod

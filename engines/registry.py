@@ -12,6 +12,7 @@ import importlib.metadata
 import logging
 import threading
 
+from . import forks
 from .base import Engine
 
 log = logging.getLogger("frost.registry")
@@ -21,12 +22,13 @@ ENTRY_POINT_GROUP = "frost.engines"
 # name -> (module, attribute, priority). Smaller is asked first. Modules are imported when the table is first read.
 _BUILTIN: dict[str, tuple[str, str, int]] = {
     "triton": ("engines.triton", "ENGINE", 20),
+    "sm80": ("engines.sm80", "ENGINE", 25),
     "torch_sdpa": ("engines.torch_sdpa", "ENGINE", 30),
     "reference": ("engines.reference", "ENGINE", 100),
 }
 _THIRD_PARTY_PRIORITY = 50
 
-_lock = threading.RLock()
+_lock = forks.free_in_child(threading.RLock())
 _engines: dict[str, tuple[int, Engine]] | None = None
 _broken: dict[str, str] = {}
 _registrations: dict[str, int] = {}

@@ -13,7 +13,7 @@ import contextlib
 import hashlib
 import logging
 import os
-import tempfile
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +21,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from descriptors import WireError, pack, unpack
+from descriptors import LIMITS, WireError, pack, unpack
+from descriptors.limits import check_size, read_limited
+
+from . import forks
 
 try:
     import fcntl
@@ -33,7 +36,7 @@ log = logging.getLogger("frost.cache")
 MAGIC = b"FROSTK1\n"
 SCHEMA = 1
 LOCK_WAIT_S = 60.0
-MAX_BUNDLE_BYTES = 64 << 20
+_LIMITS = LIMITS["kernel bundle"]
 
 
 @dataclass(frozen=True)
@@ -71,12 +74,13 @@ class Bundle:
     @staticmethod
     def from_bytes(data: bytes, key: KernelKey) -> Bundle:
         """Raises WireError where the bytes are damaged or belong to another kernel, arch, source or toolchain."""
+        check_size(len(data), _LIMITS)
         if data[:len(MAGIC)] != MAGIC or len(data) < len(MAGIC) + 32:
             raise WireError("kernel bundle: not a FROST bundle, or truncated")
         digest, body = data[len(MAGIC):len(MAGIC) + 32], data[len(MAGIC) + 32:]
         if hashlib.sha256(body).digest() != digest:
             raise WireError("kernel bundle: checksum does not match")
-        record = unpack(body, what="kernel bundle", max_bytes=MAX_BUNDLE_BYTES)
+        record = unpack(body, _LIMITS)
         if not isinstance(record, dict) or record.get("schema") != SCHEMA:
             raise WireError("kernel bundle: given another schema")
         if pack(record.get("key")) != pack(key.to_wire()):
@@ -123,16 +127,24 @@ class TemplateLoader:
             self._entries.clear()
 
     def get(self, key: KernelKey, build: Callable[[], Bundle], *, persist: bool = True) -> Bundle:
-        """The compiled kernel. `persist=False` keeps it out of the disk cache (interpreted kernels)."""
-        with self._lock:
-            entry = self._entries.get(key)
-            mine = entry is None
-            if entry is None:
-                entry = self._entries[key] = _Entry()
-        if not mine:
+        """The compiled kernel. `persist=False` keeps it out of the disk cache (interpreted kernels).
+
+        A failed build is not kept and its error reaches every waiter; after an interrupt, which is the builder's alone,
+        a waiter builds instead.
+        """
+        while True:
+            with self._lock:
+                entry = self._entries.get(key)
+                mine = entry is None
+                if entry is None:
+                    entry = self._entries[key] = _Entry()
+            if mine:
+                break
             entry.done.wait()
-            if entry.error is not None:
+            if isinstance(entry.error, Exception):
                 raise entry.error
+            if entry.error is not None:
+                continue
             with self._lock:
                 self.stats.memory_hits += 1
             return entry.value
@@ -146,6 +158,11 @@ class TemplateLoader:
         finally:
             entry.done.set()
         return entry.value
+
+    def after_fork(self) -> None:
+        """In a child: builds of threads that are not here will never end."""
+        self._lock = threading.Lock()
+        self._entries = {key: entry for key, entry in self._entries.items() if entry.done.is_set()}
 
     def _load_or_build(self, key: KernelKey, build: Callable[[], Bundle], persist: bool) -> Bundle:
         folder = self._usable_folder() if persist else None
@@ -171,9 +188,7 @@ class TemplateLoader:
 
     def _read(self, path: Path, key: KernelKey) -> Bundle | None:
         try:
-            if path.stat().st_size > MAX_BUNDLE_BYTES:
-                raise WireError("kernel bundle: larger than any kernel")
-            bundle = Bundle.from_bytes(path.read_bytes(), key)
+            bundle = Bundle.from_bytes(read_limited(path, _LIMITS), key)
         except FileNotFoundError:
             return None
         except (WireError, OSError) as e:
@@ -211,8 +226,10 @@ class TemplateLoader:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write to a temporary name in the same folder, then rename: readers see the old file or the whole new one."""
-    fd, temp = tempfile.mkstemp(prefix=".tmp-", suffix=path.suffix, dir=path.parent)
+    """Write to a temporary name in the same folder, then rename: readers see the old file or the whole new one. Who may
+    read it is the umask's to say, so that a cache or gate folder can be shared."""
+    temp = path.with_name(f".tmp-{secrets.token_hex(8)}{path.suffix}")
+    fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0), 0o666)
     try:
         with os.fdopen(fd, "wb") as f:
             f.write(data)
@@ -255,3 +272,4 @@ def _bounded_lock(path: Path, wait_s: float | None = None) -> Iterator[None]:
 
 
 loader = TemplateLoader()
+forks.in_child(loader.after_fork)

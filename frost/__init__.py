@@ -12,7 +12,7 @@ from descriptors import DType, WireError, sym
 from . import backends, cache, env, gates, nsa, registry, routing
 from ._version import __version__
 from .autodiff import backward_graph
-from .errors import BindError, DriverError, GateError, GraphError, NotSupportedError, PlanError
+from .errors import BindError, DriverError, FrostError, GateError, GraphError, NotSupportedError, PlanError
 from .functional import attention
 from .graph import Graph, SdpaGrads, Tensor
 from .plan import BoundPlan, Plan
@@ -22,7 +22,7 @@ from .routing import Route
 from .values import debug
 
 __all__ = [
-    "BindError", "BoundPlan", "DType", "DriverError", "GateError", "Graph", "GraphError", "NotSupportedError", "Plan",
-    "PlanError", "Route", "SdpaGrads", "Tensor", "WireError", "__version__", "attention", "backends", "backward_graph",
+    "BindError", "BoundPlan", "DType", "DriverError", "FrostError", "GateError", "Graph", "GraphError",
+    "NotSupportedError", "Plan", "PlanError", "Route", "SdpaGrads", "Tensor", "WireError", "__version__", "attention", "backends", "backward_graph",
     "banner", "cache", "debug", "env", "gates", "load_plan", "nsa", "registry", "routing", "sym",
 ]

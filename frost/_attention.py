@@ -20,7 +20,7 @@ from torch import Tensor
 
 from descriptors import Dim, sym
 from descriptors.dims import multiply
-from engines import registry
+from engines import forks, registry
 
 from . import cache, env, gates, routing
 from ._layout import gradient_strides, laid_out_like
@@ -255,7 +255,7 @@ def _dims(values: Sequence[Any]) -> tuple[Dim, ...]:
 
 # ---- plans by facts ---------------------------------------------------------------------------------------------
 
-_lock = threading.Lock()
+_lock = forks.free_in_child(threading.Lock())
 _plans: OrderedDict[Hashable, Plan] = OrderedDict()
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from engines import registry
+from engines import forks, registry
 
 from . import cache, env, routing
 from ._attention import _BOUNDS, Tag, _dims, _fact, _gate_state, through
@@ -91,7 +91,7 @@ _WRITERS: dict[str, Callable[[Graph, Results, Sequence[str], Call], Results]] = 
 }
 _WITH_TOTALS = ("nsa_selection", "nsa_selection_backward")
 
-_lock = threading.Lock()
+_lock = forks.free_in_child(threading.Lock())
 _plans: OrderedDict[Hashable, Plan] = OrderedDict()
 
 

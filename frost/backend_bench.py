@@ -167,13 +167,11 @@ def _candidate_names() -> tuple[str, ...]:
 def _run(
     problem: Problem, iters: int, names: Sequence[str], progress: Progress | None
 ) -> tuple[dict[str, float], dict[str, str]]:
-    gen = torch.Generator().manual_seed(0)
-    q, k, v = (
-        torch.randn(problem.batch, heads, problem.seq, problem.head_dim, generator=gen)
-        .to(problem.dtype)
-        .to(problem.device)
-        for heads in (problem.n_heads, problem.n_kv_heads, problem.n_kv_heads)
-    )
+    try:
+        q, k, v = _operands(problem)
+    except (RuntimeError, MemoryError, OverflowError) as e:  # too large for the memory there
+        text = f"operands: {_reason(e, ())}"
+        return dict.fromkeys(names, math.nan), dict.fromkeys(names, text)
     say = progress or (lambda name, stage: None)
     oracle: _Oracle | None = None
     ms, reasons = dict.fromkeys(names, math.nan), dict.fromkeys(names, "")
@@ -191,6 +189,17 @@ def _run(
                 _reraise_if_device_is_lost(problem, e)
         say(name, "done")
     return ms, reasons
+
+
+def _operands(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
+    gen = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(problem.batch, heads, problem.seq, problem.head_dim, generator=gen)
+        .to(problem.dtype)
+        .to(problem.device)
+        for heads in (problem.n_heads, problem.n_kv_heads, problem.n_kv_heads)
+    )
+    return q, k, v
 
 
 def _check_and_time(

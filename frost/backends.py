@@ -132,9 +132,10 @@ def _probe(name: str, where: Where, gate_dir: str | Path | None) -> BackendRepor
 def _known(name: Any) -> str:
     if isinstance(name, str) and name in _BACKENDS:
         return name
-    near = difflib.get_close_matches(str(name).lower(), ALL_BACKENDS, n=1, cutoff=0.5)
+    given = repr(name) if len(repr(name)) <= 80 else f"{repr(name)[:80]}…"
+    near = difflib.get_close_matches(str(name)[:80].lower(), ALL_BACKENDS, n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise UnknownBackendError(f"unknown backend {name!r}, expected one of {', '.join(ALL_BACKENDS)}{hint}")
+    raise UnknownBackendError(f"unknown backend {given}, expected one of {', '.join(ALL_BACKENDS)}{hint}")
 
 
 def select_attn_implementation(
@@ -154,15 +155,15 @@ def select_attn_implementation(
             device,
         )
         return DEFAULT_BACKEND
-    name = _known(requested)
+    name, where = _known(requested), probes.resolve(device).text
     report = next(r for r in probe_backends(device=device, gate_dir=gate_dir) if r.name == name)
     refused = _BACKENDS[name].refused
     if refused:
         rest = "" if refused in report.reason else f": {refused}"
         raise BackendError(f"attention backend {name!r} cannot be selected{rest}; probe: {report.reason}")
     if not report.available:
-        raise BackendError(f"attention backend {name!r} is not available on {device}: {report.reason}")
-    log.info("attention backend: %s on %s (%s)", name, device, report.reason)
+        raise BackendError(f"attention backend {name!r} is not available on {where}: {report.reason}")
+    log.info("attention backend: %s on %s (%s)", name, where, report.reason)
     return name
 
 

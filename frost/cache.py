@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
+from engines import forks
 from engines.template_loader import loader
 
 from . import env
@@ -23,6 +24,10 @@ class CacheInfo:
     disk_hits: int
     plans: int
     capacity: int
+
+
+class _Interrupted(Exception):
+    """The thread that was at the build was interrupted (KeyboardInterrupt, SystemExit)."""
 
 
 class _Building:
@@ -46,7 +51,14 @@ class PlanCache:
 
     def get(self, key: Hashable, build: Callable[[], Any]) -> tuple[Any, bool]:
         """The value of `key`, built at most once at a time. A failed build is not kept; its error reaches every
-        waiter."""
+        waiter. An interrupt is the builder's alone: a waiter builds instead."""
+        while True:
+            try:
+                return self._get(key, build)
+            except _Interrupted:
+                continue
+
+    def _get(self, key: Hashable, build: Callable[[], Any]) -> tuple[Any, bool]:
         with self._lock:
             if key in self._plans:
                 self._plans.move_to_end(key)
@@ -62,7 +74,7 @@ class PlanCache:
                 raise RuntimeError("plan cache: a build asked for its own key; an engine compiles the graph it serves")
             job.done.wait()
             if job.error is not None:
-                raise job.error
+                raise job.error if isinstance(job.error, Exception) else _Interrupted
             with self._lock:
                 self.hits += 1
             return job.value, True
@@ -95,12 +107,18 @@ class PlanCache:
         with self._lock:
             self._plans.clear()
 
+    def after_fork(self) -> None:
+        """In a child: builds of threads that are not here will never end."""
+        self._lock = threading.Lock()
+        self._building.clear()
+
     def __len__(self) -> int:
         with self._lock:
             return len(self._plans)
 
 
 plans = PlanCache(env.plan_cache_size)
+forks.in_child(plans.after_fork)
 loader.set_folder(env.kernel_cache_dir)
 
 

@@ -2,15 +2,17 @@
 frost`.
 
 Exit codes: 0 all is well, 1 something failed or does not hold, 2 the command makes no sense. `--json`
-prints one JSON document on stdout instead of tables; progress goes to stderr. What a command does is in
-`frost.commands`.
+prints one JSON document on stdout instead of tables, {"error": {"type", "message", "exit_code", …}} where
+there is no result; progress and messages go to stderr. What a command does is in `frost.commands`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,28 +21,59 @@ import typer
 from typer.core import TyperGroup
 
 from ._version import __version__
-from .commands.common import FAILED, OK, USAGE, UsageError
+from .commands.common import (
+    FAILED,
+    INTERRUPTED,
+    OK,
+    USAGE,
+    CommandError,
+    Interrupted,
+    UsageError,
+    print_json,
+    safe,
+)
 
 __all__ = ["FAILED", "OK", "USAGE", "main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    from .errors import GateError, GraphError, NotSupportedError
-    from .report.saved import SavedError
-    from .routing import RoutingError
-
+    args = sys.argv[1:] if argv is None else list(argv)
     try:
-        app(args=None if argv is None else list(argv), prog_name="frost")
-    except SystemExit as e:
-        return e.code if isinstance(e.code, int) else OK if e.code is None else FAILED
-    except UsageError as e:
-        print(f"frost: {e}", file=sys.stderr)
-        return USAGE
-    except (GateError, GraphError, NotSupportedError, RoutingError, SavedError, OSError, ValueError) as e:
-        print(f"frost: {e}", file=sys.stderr)
-        return FAILED
-    return OK
+        code = app(args=args, prog_name="frost", standalone_mode=False)
+    except SystemExit as e:  # a closed pipe
+        code = e.code
+    except Exception as e:
+        return _failed(e, as_json="--json" in args)
+    return code if isinstance(code, int) else OK if code is None else FAILED
+
+
+def _failed(e: Exception, as_json: bool) -> int:
+    """Tell an error and return its exit code. A traceback is for what should not have happened."""
+    from .errors import FrostError
+
+    code, text = FAILED, str(e) or type(e).__name__
+    if isinstance(e, typer.Abort):
+        code, text = INTERRUPTED, "interrupted"
+    elif isinstance(e, CommandError):
+        code = e.code
+    elif hasattr(e, "format_message"):  # of the parser; its class has moved from one release to the next
+        code, text = USAGE, _of_the_parser(e)
+    elif not isinstance(e, (FrostError, OSError, ValueError)):
+        traceback.print_exception(type(e), e, e.__traceback__)
+    print(f"frost: {safe(text)}", file=sys.stderr)
+    if as_json:
+        kind = "UsageError" if code == USAGE else type(e).__name__
+        more = {n: getattr(e, n) for n in ("reasons", "violations") if hasattr(e, n)}
+        with contextlib.suppress(OSError):  # stdout may be what failed
+            print_json({"error": {"type": kind, "message": text, "exit_code": code, **more}})
+    return code
+
+
+def _of_the_parser(e: Any) -> str:
+    context = getattr(e, "ctx", None)
+    where = "" if context is None else f"\nusage: {context.command_path} --help says what there is"
+    return f"{e.format_message()}{where}"
 
 
 # ---- the frame -------------------------------------------------------------------------------------------
@@ -56,9 +89,9 @@ class _Group(TyperGroup):
             known = self.list_commands(ctx)
             near = difflib.get_close_matches(args[0], known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
+            group = "" if ctx.parent is None else f"{ctx.info_name}: "
             raise UsageError(
-                f"{ctx.command_path}: invalid choice: given {args[0]!r}, expected one of "
-                f"{', '.join(known)}{hint}"
+                f"{group}invalid choice: given {args[0]!r}, expected one of {', '.join(known)}{hint}"
             )
         return super().resolve_command(ctx, args)
 
@@ -114,7 +147,11 @@ def _command(group: typer.Typer, name: str) -> Callable[[Callable[..., int]], Ca
     def register(function: Callable[..., int]) -> Callable[..., int]:
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> None:
-            raise typer.Exit(function(*args, **kwargs))
+            try:
+                code = function(*args, **kwargs)
+            except KeyboardInterrupt as e:
+                raise Interrupted("interrupted") from e
+            raise typer.Exit(code)
 
         group.command(name)(run)
         return function
@@ -174,7 +211,7 @@ def _explain(
 @_command(app, "run")
 def _run(
     graph: Path | None = _GRAPH,
-    device: str | None = _TARGET,
+    device: str | None = _DEVICE,
     engines: str | None = _ENGINES,
     gates: str | None = _GATES,
     bind: list[str] | None = typer.Option(
@@ -196,7 +233,7 @@ def _run(
 
 @_command(app, "bench")
 def _bench(
-    batch: int = typer.Option(4, "--batch"),
+    batch: int | None = typer.Option(None, "--batch", help="Default: 4; on a CPU 1."),
     seq: list[int] | None = typer.Option(
         None, "--seq", help="May be repeated (default: 512, 1024, 2048; on a CPU 128)."
     ),
@@ -212,13 +249,11 @@ def _bench(
     as_json: bool = _JSON,
 ) -> int:
     """Time one causal forward on every backend that gets it right."""
-    from .backend_probes import resolve
     from .commands import backends
 
-    on_cpu = not resolve(device).is_cuda
     return backends.bench(
         batch,
-        seq or ([128] if on_cpu else [512, 1024, 2048]),
+        seq or [],
         heads,
         kv_heads,
         head_dim,

@@ -10,6 +10,7 @@ from frost.graph import Graph, OpNode, Tensor
 from frost.opset import OPS
 
 _DOT_TIMEOUT_S = 60
+_MOST_INDENT = 60  # a chain of ops is as deep as it is long: its text grows with its length, not with the square
 
 
 def to_dot(graph: Graph) -> str:
@@ -74,7 +75,7 @@ def to_text(graph: Graph) -> str:
     while stack:
         depth, label, t = stack.pop()
         node = t.producer
-        line = "  " * depth + label
+        line = "  " * min(depth, _MOST_INDENT) + label
         if node is None:
             lines.append(f"{line}{t.name}: {t.desc}")
         elif node in shown:

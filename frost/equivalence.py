@@ -26,9 +26,10 @@ from engines.reference.plain import allowed_error, plain_composition
 from engines.reference.sdpa import sdpa_backward, sdpa_forward
 
 from .equivalence_nsa import nsa_answers, nsa_operands, nsa_results
+from .equivalence_nsa_branch import branch_answers, branch_operands, branch_results
 from .errors import GateError, NotSupportedError
 from .gate_matrix import MATRIX, Config
-from .gate_matrix_nsa import NSA_MATRIX, NsaConfig
+from .gate_matrix_nsa import NSA_BRANCH_MATRIX, NSA_MATRIX, NsaBranchConfig, NsaConfig
 from .gate_prewarm import compile_ahead
 
 if TYPE_CHECKING:
@@ -117,9 +118,13 @@ class Case:
 
 
 def nsa_case(config: NsaConfig) -> Case:
-    """As `make_case`, for selection attention."""
-    operands = nsa_operands(config)
-    answer, plain = nsa_answers(config, operands)
+    """As `make_case`, for native sparse attention."""
+    if isinstance(config, NsaBranchConfig):
+        operands = branch_operands(config)
+        answer, plain = branch_answers(config, operands)
+    else:
+        operands = nsa_operands(config)
+        answer, plain = nsa_answers(config, operands)
     if config.op.endswith("_backward"):
         operands.update(o=plain["o"], lse=plain["lse"].float())
     return Case(config, operands, answer, plain)
@@ -274,29 +279,39 @@ LAYOUTS: dict[str, Callable[[tuple[int, ...]], tuple[tuple[int, ...], int]]] = {
 }
 
 
+def _filler(dtype: torch.dtype) -> float | int:
+    if dtype.is_floating_point:
+        return math.nan
+    return 0 if dtype is torch.bool else torch.iinfo(dtype).min
+
+
 @dataclass
 class Placed:
-    """A tensor laid out in a buffer of its own; what surrounds it there is NaN."""
+    """A tensor laid out in a buffer of its own; what surrounds it there is NaN, in integers the least one."""
 
     buffer: Tensor
     view: Tensor
     alignment: int
+
+    @property
+    def filler(self) -> float | int:
+        return _filler(self.buffer.dtype)
 
     @staticmethod
     def make(shape: Iterable[int], dtype: torch.dtype, layout: str, device: torch.device | str) -> Placed:
         shape = tuple(shape)
         strides, offset = LAYOUTS[layout](shape)
         span = offset + 1 + sum(max(n - 1, 0) * s for n, s in zip(shape, strides))
-        fill = math.nan if dtype.is_floating_point else 0
-        buffer = torch.full((span + 8,), fill, dtype=dtype, device=device)
+        buffer = torch.full((span + 8,), _filler(dtype), dtype=dtype, device=device)
         aligned = offset * dtype.itemsize % 16 == 0
         return Placed(buffer, buffer.as_strided(shape, strides, offset), 16 if aligned else dtype.itemsize)
 
     def stray_writes(self) -> int:
         """Elements around the tensor that something wrote to."""
         around = self.buffer.clone()
-        around.as_strided(self.view.shape, self.view.stride(), self.view.storage_offset()).fill_(math.nan)
-        return int((~torch.isnan(around)).sum())
+        around.as_strided(self.view.shape, self.view.stride(), self.view.storage_offset()).fill_(self.filler)
+        touched = ~torch.isnan(around) if around.is_floating_point() else around != self.filler
+        return int(touched.sum())
 
 
 # ---- one configuration on one engine -----------------------------------------------------------------------
@@ -325,16 +340,24 @@ def _run(case: Case, engine: str, device: torch.device) -> tuple[str, dict[str, 
     seen: list[dict[str, Tensor]] = []
     for _ in range(DETERMINISTIC_REPEATS if config.deterministic else 1):
         for p in outputs.values():
-            p.buffer.fill_(math.nan)
+            p.buffer.fill_(p.filler)
         plan.execute(feeds)
         seen.append({n: p.view.cpu().clone() for n, p in outputs.items()})
-    errors = {n: compare(n, seen[0][n], case.answer[n], case.plain[n], case.answer["lse"]) for n in names}
+    errors = {n: _error(case, n, seen[0][n]) for n in names}
     faults = [f"{n}: {e.ratio:.3g} x the allowed error" for n, e in errors.items() if not e.ratio <= 1]
     faults += [f"{n}: {count} elements around the buffer were written" for n, p in outputs.items()
                if (count := p.stray_writes())]
     faults += [f"{n}: not bit-equal from run to run" for n in names
                if any(not torch.equal(run[n], seen[0][n]) for run in seen[1:])]
     return ("fail" if faults else "pass"), errors, "; ".join(faults)
+
+
+def _error(case: Case, name: str, got: Tensor) -> TensorError:
+    """Numbers have a tolerance; a choice is right or wrong."""
+    if not got.is_floating_point():
+        wrong = not torch.equal(got, case.answer[name])
+        return TensorError(float(wrong), math.inf if wrong else 0.0)
+    return compare(name, got, case.answer[name], case.plain[name], case.answer["lse"])
 
 
 def _place(case: Case, device: torch.device | str) -> tuple[dict[str, Placed], dict[str, Placed]]:
@@ -347,7 +370,7 @@ def _place(case: Case, device: torch.device | str) -> tuple[dict[str, Placed], d
     given = {n: Placed.make(x.shape, x.dtype, layout(n), device) for n, x in case.operands.items()}
     for name, x in case.operands.items():
         given[name].view.copy_(x)
-    names = _wanted(c) if c.op.endswith("_backward") else ("o", "lse")
+    names = _wanted(c) if c.op.endswith("_backward") else tuple(case.answer)
     return given, {n: Placed.make(case.answer[n].shape, _result_dtype(case, n), layout(n), device) for n in names}
 
 
@@ -359,8 +382,10 @@ def compile_config(config: AnyConfig, engine: str, target: Target) -> None:
 
 
 def _result_dtype(case: Case, name: str) -> torch.dtype:
-    if name == "lse":
+    if name in ("lse", "importance"):
         return torch.float32
+    if name == "block_indices":
+        return torch.int32
     return case.operands["q" if name == "o" else name[1:]].dtype
 
 
@@ -371,7 +396,7 @@ def _graph(c: AnyConfig, given: Mapping[str, Placed], outputs: Mapping[str, Plac
     t: dict[str, Any] = {n: g.tensor(n, tuple(p.view.shape), stride=p.view.stride(), dtype=p.view.dtype,
                      alignment=p.alignment) for n, p in given.items()}
     if isinstance(c, NsaConfig):
-        results = nsa_results(c, g, t)
+        results = branch_results(c, g, t) if isinstance(c, NsaBranchConfig) else nsa_results(c, g, t)
         return _handed_out(g, results, outputs)
     options: dict[str, Any] = {n: t[n] for n in _OPTIONAL if n in t}
     options.update(scale=c.scale, causal=c.causal, align=c.align, window=c.window, softcap=c.softcap)
@@ -417,7 +442,7 @@ def compare(name: str, got: Tensor, ref: Tensor, plain: Tensor, lse: Tensor) -> 
 
 def configs_for(op: str, device: str) -> tuple[Any, ...]:
     """The rows that run on a kind of device. Raises GateError for an op without a matrix."""
-    rows: tuple[AnyConfig, ...] = MATRIX.get(op) or NSA_MATRIX.get(op) or ()
+    rows: tuple[AnyConfig, ...] = MATRIX.get(op) or NSA_MATRIX.get(op) or NSA_BRANCH_MATRIX.get(op) or ()
     if not rows:
         raise GateError(f"op: given {op!r}, expected one with a gate matrix: {', '.join(gated_ops())}")
     return tuple(c for c in rows if device in c.devices)
@@ -425,7 +450,7 @@ def configs_for(op: str, device: str) -> tuple[Any, ...]:
 
 def gated_ops() -> tuple[str, ...]:
     """The ops that have a gate matrix."""
-    return (*MATRIX, *NSA_MATRIX)
+    return (*MATRIX, *NSA_MATRIX, *NSA_BRANCH_MATRIX)
 
 
 def run_gate(engine: str, op: str, target: Target,

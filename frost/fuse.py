@@ -85,8 +85,9 @@ def _program(graph: Graph, units: list[Unit]) -> Program:
             if t not in index:
                 place(t, t.name, t.desc, "intermediate")
     totals = _packed_totals(units)
+    descs = {t: slots[i].desc for t, i in index.items()}
     steps = tuple(
-        Step(unit.name, _desc_of(unit, {t: slots[i].desc for t, i in index.items()}, totals),
+        Step(unit.name, _desc_of(unit, descs, totals),
              tuple((f, index[t]) for f, t in unit.inputs.items()),
              tuple((f, index[t]) for f, t in unit.outputs.items()))
         for unit in units)

@@ -11,12 +11,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from descriptors import LIMITS, FrostError, WireError, parse_json
+from descriptors.limits import shown, shown_names
+
 SCHEMA = 1
-MAX_BYTES = 4 << 20
+_LIMITS = LIMITS["gate"]
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\Z")
 
 
-class GateFormatError(ValueError):
+class GateFormatError(FrostError, ValueError):
     """Bytes that are no valid gate."""
 
 
@@ -101,7 +104,7 @@ def _leaves(value: Any, *path: str) -> Iterator[tuple[tuple[str, ...], float]]:
     elif value in _SPECIAL if isinstance(value, str) else type(value) in (int, float):
         yield path, float(value)
     else:
-        raise ValueError(f"{'.'.join(path)}: given {value!r}, expected a number or numbers by name")
+        raise ValueError(f"{'.'.join(path)}: given {shown(value)}, expected a number or numbers by name")
 
 
 # JSON has no word for these.
@@ -133,23 +136,16 @@ def gate_to_bytes(gate: Gate) -> bytes:
 
 def gate_from_bytes(data: bytes) -> Gate:
     """Raises GateFormatError for bytes that are damaged, edited by hand, or of another schema."""
-    if len(data) > MAX_BYTES:
-        raise GateFormatError(f"given {len(data)} bytes, expected at most {MAX_BYTES}")
     try:
-        content = json.loads(data)
-    except (ValueError, RecursionError) as e:
-        raise GateFormatError(f"not valid JSON ({e})") from e
+        content = parse_json(data, _LIMITS)
+    except WireError as e:
+        raise GateFormatError(str(e)) from e
     if not isinstance(content, dict):
         raise GateFormatError(f"given a {type(content).__name__}, expected an object")
-    checksum = content.pop("checksum", None)
-    try:
-        expected = _checksum(content)
-    except (ValueError, RecursionError) as e:
-        raise GateFormatError(f"not valid JSON ({e})") from e
-    if checksum != expected:
+    if content.pop("checksum", None) != _checksum(content):
         raise GateFormatError("its checksum does not match its content")
     if content.get("schema") != SCHEMA:
-        raise GateFormatError(f"given schema {content.get('schema')!r}, expected {SCHEMA}")
+        raise GateFormatError(f"given schema {shown(content.get('schema'))}, expected {SCHEMA}")
     return _gate_from_content(content)
 
 
@@ -163,7 +159,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
 
 def _gate_from_content(content: dict[str, Any]) -> Gate:
     if set(content) != set(_KINDS):
-        raise GateFormatError(f"unknown or missing fields {sorted(set(content) ^ set(_KINDS))}")
+        raise GateFormatError(f"unknown or missing fields {shown_names(dict.fromkeys(set(content) ^ set(_KINDS)))}")
     for name, kinds in _KINDS.items():
         if type(content[name]) not in kinds:
             given = type(content[name]).__name__

@@ -17,10 +17,13 @@ import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engines import registry
+from descriptors import LIMITS, WireError
+from descriptors.limits import read_limited
+from engines import forks, registry
 from engines.base import Target
 from engines.template_loader import write_atomically
 
@@ -38,6 +41,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("frost.gates")
 
 NOT_PASSED = "equivalence gate has not passed"
+_LIMITS = LIMITS["gate"]
 
 
 def shipped_gate_dir() -> Path:
@@ -94,14 +98,18 @@ def gate_dirs(gate_dir: str | Path | None = None) -> tuple[Path, ...]:
 def iter_gates(gate_dir: str | Path | None = None, *, engine: str | None = None,
                op: str | None = None) -> Iterator[GateFile]:
     """Every gate file in search order, damaged ones included; of one engine and op where given."""
-    pattern = f"{engine or '*'}-{op or '*'}-*.json"
+    pattern, most = f"{engine or '*'}-{op or '*'}-*.json", _LIMITS.counts["files in a folder"]
     for folder in gate_dirs(gate_dir):
         try:
             # glob gives nothing for a folder that is missing; one that may not be read is as good as missing
             # here.
-            paths = sorted(folder.glob(pattern))
+            paths = list(islice(folder.glob(pattern), most + 1))
         except OSError:
             continue
+        if len(paths) > most:
+            yield GateFile(folder, None, f"gate folder {folder}: given more than {most} files {pattern}, expected fewer; "
+                                         "only so many are read")
+        paths = sorted(paths[:most])
         for path in paths:
             if not path.name.startswith("."):
                 yield read_gate_file(path)
@@ -111,8 +119,8 @@ def read_gate_file(path: Path) -> GateFile:
     """Read one file; what is wrong with it is told, not raised."""
     shipped = path.parent == shipped_gate_dir()
     try:
-        return GateFile(path, gate_from_bytes(path.read_bytes()), shipped=shipped)
-    except (OSError, GateFormatError) as e:
+        return GateFile(path, gate_from_bytes(read_limited(path, _LIMITS)), shipped=shipped)
+    except (OSError, WireError, GateFormatError) as e:
         return GateFile(path, None, f"equivalence gate {path.name} is damaged: {e}", shipped)
 
 
@@ -269,8 +277,8 @@ def read_equivalence_gate(*, engine: str = "triton", op: str = "sdpa", device: D
 
 # ---- what lowering asks ------------------------------------------------------------------------------------
 
-_auto_lock = threading.Lock()
-_warn_lock = threading.Lock()
+_auto_lock = forks.free_in_child(threading.Lock())
+_warn_lock = forks.free_in_child(threading.Lock())
 _tried: dict[tuple, GateStatus] = {}       # what gates="auto" ran in this process, passed or not
 _warned: set[str] = set()
 _held: dict[tuple, tuple[tuple, bool]] = {}

@@ -124,6 +124,7 @@ class Graph(NsaOps):
         self.inputs: list[Tensor] = []
         self.outputs: list[Output] = []
         self._names: set[str] = set()
+        self._numbered: dict[str, int] = {}  # by base name, the last number that was given
 
     # ---- declarations
 
@@ -383,10 +384,11 @@ class Graph(NsaOps):
         self.dag.add_edges_from((t, node) for t in operands.values() if t.graph is self)
 
     def _unique(self, base: str) -> str:
-        name, n = base, 0
+        name, n = base, self._numbered.get(base, 0)
         while name in self._names:
             n += 1
             name = f"{base}_{n}"
+        self._numbered[base] = n
         self._names.add(name)
         return name
 

@@ -11,14 +11,15 @@ from typing import Any
 
 import networkx as nx
 
-from descriptors import DType, Sym, SymProduct, TensorDesc, WireError, pack, unpack
+from descriptors import LIMITS, DType, Sym, SymProduct, TensorDesc, WireError, pack, unpack
+from descriptors.limits import check_count, shown, shown_names
 from descriptors.wire import dim_from_wire, dim_to_wire, expect
 from frost.errors import GraphError
 from frost.graph import Graph, OpNode, Output, Tensor
 from frost.opset import OPS
 
 SCHEMA = 1
-MAX_NODES = 20_000
+_LIMITS = LIMITS["graph"]
 _GRAPH_FIELDS = {"schema", "name", "tensors", "ops", "outputs"}
 _INPUT, _OP, _OUTPUT = {"name", "desc"}, {"name", "op", "inputs", "outputs", "attrs"}, {
     "name", "tensor", "stride", "alignment"}
@@ -91,7 +92,7 @@ def _dtype(value: Any, what: str) -> DType:
     try:
         return DType(value)
     except (ValueError, TypeError) as e:
-        raise WireError(f"{what}: given dtype {value!r}, expected one of {[d.value for d in DType]}") from e
+        raise WireError(f"{what}: given dtype {shown(value)}, expected one of {[d.value for d in DType]}") from e
 
 
 # ---- reading
@@ -99,9 +100,9 @@ def _dtype(value: Any, what: str) -> DType:
 
 def graph_from_bytes(data: bytes) -> Graph:
     """The graph that `graph_to_bytes` wrote. Raises WireError or GraphError for anything else."""
-    record = _fields(unpack(data, what="graph"), _GRAPH_FIELDS, "graph")
+    record = _fields(unpack(data, _LIMITS), _GRAPH_FIELDS, "graph")
     if record["schema"] != SCHEMA:
-        raise WireError(f"graph: given schema {record['schema']!r}, expected {SCHEMA}; it was written by another "
+        raise WireError(f"graph: given schema {shown(record['schema'])}, expected {SCHEMA}; it was written by another "
                         "version")
     graph = Graph(expect(record["name"], str, "graph name"))
     try:
@@ -110,13 +111,13 @@ def graph_from_bytes(data: bytes) -> Graph:
         raise
     except (ValueError, TypeError, OverflowError) as e:
         # A descriptor's own complaint about values that no graph can have.
-        raise WireError(f"graph {graph.name!r}: {e}") from e
+        raise WireError(f"graph {graph.name!r}: {shown(str(e))}") from e
 
 
 def _fields(value: Any, known: set[str], what: str) -> dict[str, Any]:
     expect(value, dict, what)
     if set(value) != known:
-        raise WireError(f"{what}: given fields {sorted(map(str, value))}, expected {sorted(known)}")
+        raise WireError(f"{what}: given fields {shown_names(value)}, expected {sorted(known)}")
     return value
 
 
@@ -128,13 +129,11 @@ class _Reader:
     def read(self, record: Mapping[str, Any]) -> Graph:
         g = self.graph
         tensors, ops, outputs = (expect(record[f], list, f"graph {f}") for f in ("tensors", "ops", "outputs"))
-        nodes = len(tensors) + len(ops) + len(outputs)
-        if nodes > MAX_NODES:
-            raise WireError(f"graph: given {nodes} nodes, expected at most {MAX_NODES}")
+        check_count("nodes", len(tensors) + len(ops) + len(outputs), _LIMITS)
         for i, row in enumerate(tensors):
             row = _fields(row, _INPUT, "input")
-            desc = TensorDesc.from_wire(row["desc"], f"input {row['name']!r}")
-            self.tensors[i] = g._declare(expect(row["name"], str, "input name"), desc)
+            name = expect(row["name"], str, "input name")
+            self.tensors[i] = g._declare(name, TensorDesc.from_wire(row["desc"], f"input {name!r}"))
         rows = [self.op(row) for row in ops]
         for node, refs in rows:  # an op may name results of later ones: a cycle is a graph, if not a valid one
             g._attach(node, {f: self.tensor(i, node.name) for f, i in refs.items()})
@@ -147,18 +146,18 @@ class _Reader:
         row = _fields(value, _OP, "op")
         name, op = expect(row["name"], str, "op name"), expect(row["op"], str, "op")
         if op not in OPS:
-            raise WireError(f"op {name!r}: given {op!r}, expected one of {sorted(OPS)}")
+            raise WireError(f"op {name!r}: given {shown(op)}, expected one of {sorted(OPS)}")
         spec, what = OPS[op], f"{op} (node {name!r})"
         inputs, results = (expect(row[f], dict, f"{what}: {f}") for f in ("inputs", "outputs"))
         attrs = _fields(row["attrs"], set(spec.attrs), f"{what}: options")
         if not set(spec.required) <= set(inputs) <= set(spec.operands):
-            raise WireError(f"{what}: given operands {sorted(map(str, inputs))}, expected {list(spec.operands)}")
+            raise WireError(f"{what}: given operands {shown_names(inputs)}, expected {list(spec.operands)}")
         node = OpNode(name, op, len(self.graph.ops), {}, {
             a: _attr_from_wire(v, f"{what}: {a}") for a, v in attrs.items()})
         _check_attrs(node)
         for f, pair in results.items():
             if f not in spec.results or not isinstance(pair, list) or len(pair) != 2:
-                raise WireError(f"{what}: given result {f!r}, expected some of {list(spec.results)}")
+                raise WireError(f"{what}: given result {shown(f)}, expected some of {list(spec.results)}")
             number, result = expect(pair[0], int, f"{what}: {f}"), expect(pair[1], str, f"{what}: {f}")
             if number in self.tensors:
                 raise WireError(f"{what}: given result {f!r} as tensor {number}, which is there already")
@@ -202,7 +201,7 @@ def _check_attrs(node: OpNode) -> None:
     for name, kinds in _SHAPES.items():
         value = node.attrs.get(name, ())
         if not isinstance(value, tuple) or not all(isinstance(v, kinds) and not isinstance(v, bool) for v in value):
-            raise WireError(f"{node.op} (node {node.name!r}): given {name} {value!r}, expected a list")
+            raise WireError(f"{node.op} (node {node.name!r}): given {name} {shown(value)}, expected a list")
     if not isinstance(node.attrs.get("dtype", DType.F32), DType):
         given = node.attrs["dtype"]
-        raise WireError(f"{node.op} (node {node.name!r}): given dtype {given!r}, expected an element type")
+        raise WireError(f"{node.op} (node {node.name!r}): given dtype {shown(given)}, expected an element type")

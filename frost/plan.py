@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from descriptors import OpDesc, TensorDesc
+from engines import forks
 from engines.base import NO_WORKSPACE, Adapter, BoundCall, Executable, Launch, Target, Workspace
 
-from . import binding, cache, env, routing, values
+from . import _forked, binding, cache, env, routing, values
 from .errors import BindError
 from .fuse import fuse
 from .lowering import Policy, lower_step
@@ -115,6 +116,17 @@ _raw_stream: Callable[[int], int] = getattr(
     torch._C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream)
 
 
+def _in_child() -> None:
+    """A bound call asks for the current device first. Where CUDA cannot work it is refused there, which costs nothing
+    elsewhere."""
+    global _current_device
+    if _forked.cuda_is_broken():
+        _current_device = _forked.refuse
+
+
+forks.in_child(_in_child)
+
+
 class Plan:
     """A compiled graph. Made by `Graph.compile`; safe to execute from many threads at once, each call with buffers
     and workspace of its own."""
@@ -154,15 +166,15 @@ class Plan:
         slots = [s.desc.bound(bindings) for s in self.program.slots]
         intermediates = tuple((s.index, slots[s.index]) for s in self.program.slots if s.kind == "intermediate")
         placement = place(self._requests(descs, intermediates))
-        regions = tuple(
-            {key[2]: where for key, where in placement.offsets.items()  # type: ignore[index]
-             if key[0] == "step" and key[1] == i}  # type: ignore[index]
-            for i in range(len(descs)))
+        regions: list[dict[str, tuple[int, int]]] = [{} for _ in descs]
+        for key, where in placement.offsets.items():
+            if key[0] == "step":  # type: ignore[index]
+                regions[key[1]][key[2]] = where  # type: ignore[index]
         return _Layout(
             descs,
             tuple(binding.expect(n, i, slots[i]) for n, i in self.program.inputs.items()),
             tuple(binding.expect(n, i, slots[i]) for n, i in self.program.outputs.items()),
-            intermediates, regions, tuple(values.has_values(d) for d in descs), placement)
+            intermediates, tuple(regions), tuple(values.has_values(d) for d in descs), placement)
 
     def _requests(self, descs: Sequence[OpDesc], intermediates: Sequence[tuple[int, TensorDesc]]) -> list[Request]:
         first: dict[int, int] = {}
@@ -175,7 +187,9 @@ class Plan:
                 last[slot] = max(last.get(slot, i), i)
         requests = [Request(("slot", index), desc.nbytes, first[index], last[index]) for index, desc in intermediates]
         for i, (core, desc) in enumerate(zip(self._core.steps, descs)):
-            requests += [Request(("step", i, r.name), r.nbytes, i, i) for r in core.adapter.workspace(desc)]
+            regions = core.executable.workspace(desc)
+            regions = core.adapter.workspace(desc) if regions is None else regions
+            requests += [Request(("step", i, r.name), r.nbytes, i, i) for r in regions]
         return requests
 
     def _layout_for(self, tensors: Mapping[str, torch.Tensor]) -> _Layout:
@@ -287,6 +301,7 @@ class Plan:
             raise BindError(f"tensor {name!r}: given device {device}, expected a {self.target.device} device: this plan "
                             f"was compiled for {self.target}; compile the graph with device={device.type!r}")
         if self.target.cc is not None:
+            _forked.check()
             cc = _capability(device.index or 0)
             if cc != self.target.cc:
                 raise BindError(f"tensor {name!r}: given {device} (sm_{cc[0]}{cc[1]}), expected a device of "
@@ -362,7 +377,7 @@ def resolve_target(device: Any) -> Target:
     if isinstance(device, Target):
         return device
     if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = "cuda" if _forked.cuda_is_broken() or torch.cuda.is_available() else "cpu"
     try:
         dev = torch.device(device)
     except (RuntimeError, TypeError) as e:
@@ -371,6 +386,7 @@ def resolve_target(device: Any) -> Target:
         return Target.cpu()
     if dev.type != "cuda":
         raise ValueError(f"device: given {device!r}, expected a CPU or CUDA device")
+    _forked.check()
     if not torch.cuda.is_available():
         raise ValueError(f"device: given {device!r}, but this process sees no CUDA device; "
                          f"to compile for one elsewhere pass engines.base.Target.cuda((9, 0))")
@@ -387,7 +403,8 @@ def compile_graph(graph: Graph, device: Any = None, *, engines: Sequence[str] | 
                   gates: str | None = None) -> Plan:
     """Validate, fuse, route and compile a graph; from the plan cache where its key is known.
 
-    Raises GraphError (the graph), NotSupportedError (no engine), ValueError (device, engines or gates).
+    Raises GraphError (the graph), NotSupportedError (no engine), ValueError (device, engines or gates), DriverError (a
+    CUDA device in a process that was forked after CUDA was used).
     """
     if isinstance(engines, str):
         raise ValueError(f"engines: given the string {engines!r}, expected a list of names such as [{engines!r}]")

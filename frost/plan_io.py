@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from descriptors import WireError, pack, unpack
+from descriptors import LIMITS, FrostError, pack, unpack
+from descriptors.errors import WireError
+from descriptors.limits import read_limited, shown
 from engines import registry
 from engines.base import Target
 from engines.template_loader import write_atomically
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 
 MAGIC = b"FROSTPLN"
 SCHEMA = 1
-MAX_PLAN_BYTES = 16 << 20
+_LIMITS = LIMITS["plan"]
 _FIELDS = {"schema", "versions", "arch", "key", "engines", "order", "gates", "digests", "toolchains", "graph"}
 
 
@@ -35,7 +37,10 @@ def _versions() -> dict[str, str]:
 
 
 def save_plan(plan: Plan, path: Any) -> None:
-    """Write `plan` to `path` (atomically). Raises OSError where that is impossible."""
+    """Write `plan` to `path` (atomically). Raises OSError where that is impossible, PlanError for a plan beyond what
+    `load_plan` takes in."""
+    from .graph import Graph
+
     used = sorted({route.engine.split("[")[0] for route in plan.routes})
     body = pack({
         "schema": SCHEMA, "versions": _versions(), "arch": plan.target.arch, "key": key_text(plan.key),
@@ -44,7 +49,13 @@ def save_plan(plan: Plan, path: Any) -> None:
         "digests": {n: registry.get(n).source_digest() for n in used},
         "toolchains": {n: dict(registry.get(n).toolchain()) for n in used}, "graph": plan._graph_bytes,
     })
-    write_atomically(Path(path), MAGIC + hashlib.sha256(body).digest() + body)
+    data = MAGIC + hashlib.sha256(body).digest() + body
+    try:
+        _parse(data, f"plan {path}")
+        Graph.from_bytes(plan._graph_bytes)
+    except FrostError as e:
+        raise PlanError(f"plan {path}: it could not be read back ({e}); split the graph, or shorten its names") from e
+    write_atomically(Path(path), data)
 
 
 def load_plan(path: Any, *, device: Any = None) -> Plan:
@@ -84,25 +95,27 @@ def _engine(name: str) -> Any:
 
 def _same(what: str, saved: object, here: object) -> None:
     if saved != here:
-        raise PlanError(f"plan: given {what} {saved!r}, expected {here!r}; compile the graph again on this machine")
+        raise PlanError(f"plan: given {what} {shown(saved)}, expected {shown(here)}; compile the graph again on this machine")
 
 
 def _read(path: Path) -> dict[str, Any]:
-    size = path.stat().st_size
-    if size > MAX_PLAN_BYTES:
-        raise PlanError(f"plan {path}: given {size} bytes, expected at most {MAX_PLAN_BYTES}")
-    data = path.read_bytes()
+    what = f"plan {path}"
+    try:
+        return _parse(read_limited(path, _LIMITS), what)
+    except WireError as e:
+        raise PlanError(f"{what}: {e}") from e
+
+
+def _parse(data: bytes, what: str) -> dict[str, Any]:
+    """Raises PlanError or WireError."""
     if data[:len(MAGIC)] != MAGIC or len(data) < len(MAGIC) + 32:
-        raise PlanError(f"plan {path}: not a FROST plan, or truncated")
+        raise PlanError(f"{what}: not a FROST plan, or truncated")
     digest, body = data[len(MAGIC):len(MAGIC) + 32], data[len(MAGIC) + 32:]
     if hashlib.sha256(body).digest() != digest:
-        raise PlanError(f"plan {path}: checksum does not match, the file is damaged")
-    try:
-        record = unpack(body, what=f"plan {path}", max_bytes=MAX_PLAN_BYTES)
-    except WireError as e:
-        raise PlanError(str(e)) from e
+        raise PlanError(f"{what}: checksum does not match, the file is damaged")
+    record = unpack(body, _LIMITS)
     if not isinstance(record, dict) or set(record) != _FIELDS or record["schema"] != SCHEMA:
-        raise PlanError(f"plan {path}: given another schema or unknown fields, expected schema {SCHEMA}")
+        raise PlanError(f"{what}: given another schema or unknown fields, expected schema {SCHEMA}")
     texts, lists, maps = ("arch", "key", "gates"), ("engines",), ("versions", "digests", "toolchains")
     fine = (all(isinstance(record[f], str) for f in texts) and isinstance(record["graph"], bytes)
             and all(isinstance(record[f], dict) for f in maps)
@@ -110,5 +123,5 @@ def _read(path: Path) -> dict[str, Any]:
             and (record["order"] is None or (isinstance(record["order"], list)
                                              and all(isinstance(x, str) for x in record["order"]))))
     if not fine:
-        raise PlanError(f"plan {path}: a field has the wrong type")
+        raise PlanError(f"{what}: a field has the wrong type")
     return record

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from descriptors import WireError, pack, unpack
+from descriptors import LIMITS, WireError, pack, unpack
 from engines import registry
 from frost import routing
 from frost.options import nearest
@@ -109,7 +109,7 @@ class Recorder:
         """An xdist worker ended."""
         try:
             data = node.workeroutput[_WORKER_KEY]
-            self.parts.append(routing.Dump.from_wire(unpack(data, what="routing of a worker")))
+            self.parts.append(routing.Dump.from_wire(unpack(data, LIMITS["routing dump"], what="routing of a worker")))
         except (AttributeError, KeyError):
             self.lost.append(str(getattr(getattr(node, "gateway", None), "id", node)))
         except (WireError, routing.RoutingError) as e:

@@ -15,17 +15,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from descriptors import WireError, pack, unpack
+from descriptors import LIMITS, FrostError, WireError, pack, parse_json, unpack
+from descriptors.limits import read_limited, shown, shown_names
+from engines import forks
 from engines.template_loader import write_atomically
 
 from ._version import __version__
 
 SCHEMA = 1
 KEEP = 1024
-MAX_DUMP_BYTES = 16 << 20
+_LIMITS = LIMITS["routing dump"]
 
 
-class RoutingError(ValueError):
+class RoutingError(FrostError, ValueError):
     """A routing dump that cannot be read: damaged, too large, or of another schema."""
 
 
@@ -167,7 +169,7 @@ class Dump:
     def from_wire(value: Any) -> Dump:
         """Raises RoutingError where the value is no dump of this schema."""
         if isinstance(value, dict) and value.get("schema") != SCHEMA:
-            raise RoutingError(f"routing dump: given schema {value.get('schema')!r}, expected {SCHEMA}; "
+            raise RoutingError(f"routing dump: given schema {shown(value.get('schema'))}, expected {SCHEMA}; "
                                f"write it again with this version of FROST ({__version__})")
         fields = _fields(value, "routing dump", _DUMP_FIELDS)
         for name in ("counts", "cache_hits"):
@@ -185,7 +187,7 @@ _DUMP_FIELDS: dict[str, type] = {"schema": int, "version": str, "suite": str, "c
 
 def _fields(value: Any, what: str, kinds: Mapping[str, type]) -> dict[str, Any]:
     if not isinstance(value, dict) or set(value) != set(kinds):
-        given = sorted(map(str, value)) if isinstance(value, dict) else type(value).__name__
+        given = shown_names(value) if isinstance(value, dict) else type(value).__name__
         raise RoutingError(f"{what}: given {given}, expected the fields {sorted(kinds)}")
     for name, kind in kinds.items():
         if type(value[name]) is not kind:
@@ -196,7 +198,7 @@ def _fields(value: Any, what: str, kinds: Mapping[str, type]) -> dict[str, Any]:
 def _table(value: dict[Any, Any], what: str, kind: type) -> dict[str, Any]:
     for key, item in value.items():
         if not isinstance(key, str) or type(item) is not kind or (isinstance(item, int) and item < 0):
-            raise RoutingError(f"routing dump: {what}[{key!r}] is {item!r}, expected {kind.__name__}"
+            raise RoutingError(f"routing dump: {what}[{shown(key)}] is {shown(item)}, expected {kind.__name__}"
                                f"{' >= 0' if kind is int else ''} under a text")
     return value
 
@@ -224,7 +226,7 @@ class RoutingLog:
         return Dump(self.stats.copy(), list(self.recent), suite)
 
 
-_lock = threading.Lock()
+_lock = forks.free_in_child(threading.Lock())
 _log = RoutingLog()
 _attached: list[RoutingLog] = [_log]
 
@@ -314,14 +316,10 @@ def load(path: str | Path) -> Dump:
     """Read a dump. Raises RoutingError, naming the file, for one that is damaged, too large or of another
     schema, and OSError for one that cannot be read at all."""
     path = Path(path)
-    if path.stat().st_size > MAX_DUMP_BYTES:
-        raise RoutingError(f"{path}: given {path.stat().st_size} bytes, expected at most {MAX_DUMP_BYTES}")
-    data = path.read_bytes()
     try:
-        value = json.loads(data) if path.suffix == ".json" else unpack(data, what="routing dump",
-                                                                      max_bytes=MAX_DUMP_BYTES)
-        return Dump.from_wire(value)
-    except (WireError, RoutingError, RecursionError, json.JSONDecodeError, UnicodeDecodeError) as e:
+        data = read_limited(path, _LIMITS)
+        return Dump.from_wire(parse_json(data, _LIMITS) if path.suffix == ".json" else unpack(data, _LIMITS))
+    except (WireError, RoutingError) as e:
         raise RoutingError(f"{path}: {e}") from e
 
 

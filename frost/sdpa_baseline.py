@@ -12,6 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from descriptors import LIMITS, FrostError, parse_json
+from descriptors.limits import read_limited, shown
+
 SCHEMA = 1
 SEQLENS = (512, 1024, 2048)
 SHAPE: dict[str, Any] = {
@@ -27,6 +30,10 @@ SDPA_BACKENDS = ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION", "M
 INFO_FIELDS = ("card", "cc", "driver", "torch", "cuda", "cudnn", "date")
 
 
+class BaselineError(FrostError, ValueError):
+    """A baseline that is damaged, or of another schema."""
+
+
 def baseline_path() -> Path:
     """The shipped file."""
     return Path(__file__).parent / "data" / "sdpa_baseline.json"
@@ -36,7 +43,7 @@ def load_sdpa_baseline() -> dict[str, dict[str, float]]:
     """{"512": {backend: ms, …}, "1024": …, "2048": …}: forward, batch 4, 32/8 heads, d128, bf16, causal;
     NaN where the backend has no kernel for it.
 
-    Raises FileNotFoundError where no baseline is installed and ValueError for a damaged file.
+    Raises FileNotFoundError where no baseline is installed and BaselineError (a ValueError) for a damaged file.
     """
     table = _read()["ms"]
     return {
@@ -72,7 +79,7 @@ def write_sdpa_baseline(
 def _read() -> dict[str, Any]:
     path = baseline_path()
     try:
-        content = json.loads(path.read_text())
+        content = parse_json(read_limited(path, LIMITS["SDPA baseline"]), LIMITS["SDPA baseline"])
         _check(content)
     except FileNotFoundError:
         raise FileNotFoundError(
@@ -81,7 +88,7 @@ def _read() -> dict[str, Any]:
             f"install FROST with its data, or measure one"
         ) from None
     except ValueError as e:
-        raise ValueError(
+        raise BaselineError(
             f"SDPA baseline {path}: {e}; `python -m tools.sdpa_baseline` writes a new one on a GPU"
         ) from e
     return content
@@ -91,15 +98,18 @@ def _check(content: Any) -> None:
     if not isinstance(content, dict) or content.get("schema") != SCHEMA:
         raise ValueError(f"given no object of schema {SCHEMA}")
     if content.get("shape") != SHAPE:
-        raise ValueError(f"shape: given {content.get('shape')}, expected {SHAPE}")
+        raise ValueError(f"shape: given {shown(content.get('shape'))}, expected {SHAPE}")
     info, table = content.get("info"), content.get("ms")
     if not isinstance(info, dict) or not all(isinstance(info.get(name), str) for name in INFO_FIELDS):
-        raise ValueError(f"info: given {info}, expected texts for {', '.join(INFO_FIELDS)}")
+        raise ValueError(f"info: given {shown(info)}, expected texts for {', '.join(INFO_FIELDS)}")
+    iters = content.get("iters")
+    if type(iters) is not int or iters < 1:
+        raise ValueError(f"iters: given {shown(iters)}, expected a number of at least 1")
     if not isinstance(table, dict) or set(table) != {str(s) for s in SEQLENS}:
         raise ValueError(f"ms: expected the sequence lengths {SEQLENS}")
     for seq, row in table.items():
         if not isinstance(row, dict) or set(row) != set(SDPA_BACKENDS):
             raise ValueError(f"ms[{seq!r}]: expected the backends {', '.join(SDPA_BACKENDS)}")
         for name, ms in row.items():
-            if ms is not None and not (isinstance(ms, (int, float)) and math.isfinite(ms) and ms > 0):
-                raise ValueError(f"ms[{seq!r}][{name!r}]: given {ms!r}, expected milliseconds > 0, or null")
+            if ms is not None and not (type(ms) in (int, float) and math.isfinite(ms) and ms > 0):
+                raise ValueError(f"ms[{seq!r}][{name!r}]: given {shown(ms)}, expected milliseconds > 0, or null")

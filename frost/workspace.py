@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
 ALIGNMENT = 256
+_BRIEF = 16  # steps
 
 
 @dataclass(frozen=True)
@@ -26,9 +28,16 @@ class Placement:
     offsets: dict[Hashable, tuple[int, int]]
 
 
+_Placed = tuple[int, int, int, Request]
+
+
 def place(requests: Iterable[Request]) -> Placement:
     """Largest first, each at the lowest offset that is free for its whole lifetime. Deterministic."""
-    placed: list[tuple[int, int, Request]] = []
+    # (start, end, a number that tells equal ones apart, request). A graph of thousands of steps has thousands of
+    # intermediates that live for two of them, so those are found by the steps they live in.
+    placed: list[_Placed] = []
+    long: list[_Placed] = []
+    by_step: dict[int, list[_Placed]] = {}
     offsets: dict[Hashable, tuple[int, int]] = {}
     total = 0
     for request in sorted(requests, key=lambda r: (-r.nbytes, r.first, str(r.key))):
@@ -36,14 +45,23 @@ def place(requests: Iterable[Request]) -> Placement:
             offsets[request.key] = (0, 0)
             continue
         size = -(-request.nbytes // ALIGNMENT) * ALIGNMENT
+        lifetime = range(request.first, request.last + 1)
+        brief = len(lifetime) <= _BRIEF
+        near = sorted({*(p for s in lifetime for p in by_step.get(s, ())), *long}) if brief else placed
         at = 0
-        for start, end, other in sorted(placed, key=lambda p: p[0]):
+        for start, end, _, other in near:
             if other.last < request.first or request.last < other.first:
                 continue
             if at + size <= start:
                 break
             at = max(at, end)
-        placed.append((at, at + size, request))
+        made = (at, at + size, len(placed), request)
+        insort(placed, made)
+        if brief:
+            for s in lifetime:
+                by_step.setdefault(s, []).append(made)
+        else:
+            insort(long, made)
         offsets[request.key] = (at, request.nbytes)
         total = max(total, at + size)
     return Placement(total, offsets)

@@ -3,6 +3,7 @@
     python -m tools.sm80_smoke                 # a few rows of the gate matrix, and timings
     python -m tools.sm80_smoke --all --no-time # the whole matrix
     python -m tools.sm80_smoke --no-check --direction bwd --candidates
+    python -m tools.sm80_smoke --packed        # packed sequences against dense ones of as many FLOPs, nothing else
 
 Every row is guarded: one that fails is shown and the others still run, until the device itself stops answering.
 """
@@ -77,27 +78,21 @@ SHAPES = tuple(_shapes())
 
 # Tiles worth a look beside the table's own, by flavor.
 CANDIDATES: dict[tuple[int, int], tuple[Tile, ...]] = {
-    (64, 64): (Tile(4, 2, 64, 2, True, 2), Tile(4, 2, 32, 2, True, 3), Tile(4, 2, 64, 2, False, 3),
-               Tile(8, 2, 64, 2, True, 1), Tile(8, 1, 64, 2, True, 2), Tile(4, 2, 64, 1, True, 2)),
-    (128, 128): (Tile(4, 2, 64, 2, False, 2), Tile(8, 2, 64, 2, False, 1), Tile(4, 2, 32, 2, False, 2),
-                 Tile(8, 2, 32, 2, False, 1), Tile(4, 2, 64, 1, False, 2), Tile(8, 1, 64, 2, False, 1)),
-    (256, 256): (Tile(8, 1, 64, 2, False, 1), Tile(8, 1, 64, 1, False, 1), Tile(8, 1, 32, 2, False, 1),
-                 Tile(4, 1, 64, 1, False, 2)),
+    (64, 64): (Tile(4, 2, 64, 2, True, 2),),
+    (128, 128): (Tile(4, 2, 64, 2, False, 2),),
+    (256, 256): (Tile(8, 2, 64, 2, False, 1, 2), Tile(8, 1, 64, 2, False, 1), Tile(4, 1, 64, 1, False, 2),
+                 Tile(4, 2, 64, 1, False, 2, 2)),
 }
 
 
 # Backward tiles by (kernel, flavor).
 BACKWARD_CANDIDATES: dict[tuple[str, tuple[int, int]], tuple[BwdTile, ...]] = {
-    ("dkdv", (64, 64)): (BwdTile(8, 1, 1, 64, 2, 1), BwdTile(8, 2, 1, 32, 2, 1), BwdTile(4, 1, 1, 64, 2, 2),
-                         BwdTile(4, 2, 1, 32, 1, 2), BwdTile(4, 1, 1, 32, 2, 3)),
-    ("dkdv", (128, 128)): (BwdTile(4, 1, 1, 64, 2, 2), BwdTile(8, 2, 2, 64, 2, 1), BwdTile(8, 1, 1, 32, 2, 1),
-                           BwdTile(4, 1, 1, 64, 1, 2), BwdTile(4, 2, 2, 64, 1, 2), BwdTile(4, 1, 1, 32, 2, 2)),
-    ("dkdv", (256, 256)): (BwdTile(8, 1, 2, 32, 2, 1), BwdTile(8, 1, 2, 64, 1, 1), BwdTile(4, 1, 2, 32, 1, 2)),
-    ("dq", (64, 64)): (BwdTile(4, 2, 1, 64, 2, 2), BwdTile(8, 1, 1, 64, 2, 1), BwdTile(8, 2, 1, 32, 2, 1),
-                       BwdTile(4, 1, 1, 64, 2, 3)),
-    ("dq", (128, 128)): (BwdTile(4, 2, 1, 32, 2, 2), BwdTile(8, 2, 1, 32, 2, 1), BwdTile(4, 1, 1, 64, 1, 2),
-                         BwdTile(4, 1, 1, 64, 2, 2), BwdTile(8, 1, 1, 32, 2, 1)),
-    ("dq", (256, 256)): (BwdTile(8, 1, 1, 32, 1, 1), BwdTile(4, 1, 1, 32, 1, 2), BwdTile(4, 1, 1, 64, 1, 1)),
+    ("dkdv", (64, 64)): (BwdTile(4, 2, 1, 32, 2, 2),),
+    ("dkdv", (128, 128)): (BwdTile(4, 1, 1, 64, 2, 2), BwdTile(8, 2, 2, 64, 2, 1), BwdTile(4, 2, 2, 64, 1, 2)),
+    ("dkdv", (256, 256)): (BwdTile(8, 1, 2, 64, 2, 1), BwdTile(8, 2, 4, 64, 2, 1)),
+    ("dq", (64, 64)): (BwdTile(4, 2, 1, 64, 2, 2),),
+    ("dq", (128, 128)): (BwdTile(4, 2, 1, 32, 2, 2), BwdTile(8, 2, 1, 32, 2, 1)),
+    ("dq", (256, 256)): (BwdTile(4, 1, 1, 32, 1, 2),),
 }
 
 
@@ -107,11 +102,14 @@ def main(argv: list[str] | None = None) -> int:
         registry.register(ENGINE, priority=25)
     cc = torch.cuda.get_device_capability() if args.cc is None else (int(args.cc[:-1]), int(args.cc[-1]))
     target = Target.cuda(cc)
+    print(_scratch(), flush=True)
     missing = ENGINE.unavailable(target)
     print(f"{target}, {dict(ENGINE.toolchain())}, torch {torch.__version__}", flush=True)
     if missing is not None:
         print(f"unavailable: {missing}")
         return 2
+    if args.packed:
+        return _time_packed(target)
     rows = [] if args.no_check else _rows(args.direction, args.all, args.only)
     forward = [] if args.no_time or args.direction == "bwd" else list(_timed(target, args.candidates, args.only))
     backward = [] if args.no_time or args.direction == "fwd" else list(_timed_backward(target, args.candidates, args.only))
@@ -130,6 +128,7 @@ def _arguments() -> argparse.ArgumentParser:
     p.add_argument("--direction", choices=("fwd", "bwd", "both"), default="both")
     p.add_argument("--all", action="store_true", help="every row of the gate matrix")
     p.add_argument("--only", nargs="*", default=[], help="rows (or timed shapes) whose name contains one of these")
+    p.add_argument("--packed", action="store_true", help="time packed sequences against dense ones, and stop")
     p.add_argument("--candidates", action="store_true", help="time every tile candidate")
     p.add_argument("--no-check", action="store_true")
     p.add_argument("--no-time", action="store_true")
@@ -229,7 +228,8 @@ def _time_shape(s: Shape, candidates: list[FwdParams], target: Target) -> None:
     desc, stream = _desc(s), torch.cuda.current_stream().cuda_stream
     for params in candidates:
         t = params.tile
-        name = f"{t.warps}x{t.row_tiles * 16}x{t.block_n} s{t.stages} q{int(t.q_in_registers)} b{t.min_blocks}"
+        split = f"/{t.d_split}" if t.d_split > 1 else ""
+        name = f"{t.warps}x{t.row_tiles * 16}{split}x{t.block_n} s{t.stages} q{int(t.q_in_registers)} b{t.min_blocks}"
         o = torch.full_like(q, float("nan"))
         lse = torch.full(q.shape[:3], float("nan"), device="cuda")
         operands = {"q": q, "k": k, "v": v, "o": o, "lse": lse}
@@ -300,15 +300,11 @@ def _time_backward(s: Shape, chains: dict[str, Chain], target: Target) -> None:
     own_o = torch.empty_like(q)
     forward = {"q": q, "k": k, "v": v, "o": own_o, "lse": lse}
     SdpaFwdExecutable(forward_params(_desc(s), target), target).execute(Launch(_desc(s), forward), Workspace(None, {}), stream)
-    offsets, size = {}, 0
-    for region in regions(desc):
-        offsets[region.name] = (size, region.nbytes)
-        size += -(-region.nbytes // 256) * 256
     calls: dict[str, Callable[[], Any]] = {"FA2": fa2}
     for name, chain in chains.items():
         results = {n: torch.full_like(x, float("nan")) for n, x in expected.items()}
         operands = {**forward, "do": do, **results}
-        space = torch.empty(size, dtype=torch.uint8, device="cuda")
+        space, offsets = _workspace(desc)
         call = SdpaBwdExecutable(chain, target).prepare(Launch(desc, operands), Workspace(space, offsets))
         call(stream)
         torch.cuda.synchronize()
@@ -352,6 +348,76 @@ def _medians(calls: dict[str, Callable[[], Any]], reps: int = 12) -> dict[str, f
             if rep >= 2:
                 samples[name].append(start.elapsed_time(end))
     return {n: statistics.median(x) for n, x in samples.items()}
+
+
+# ---- packed --------------------------------------------------------------------------------------------------------
+
+# 16k tokens of mixed lengths; six dense sequences of 2752 do as many FLOPs (0.4 % fewer) with as many tokens.
+LENGTHS = (4096, 512, 2048, 1024, 4096, 1024, 512, 2048, 1024)
+EQUIVALENT = (6, 2752)
+
+
+def _time_packed(target: Target) -> int:
+    worst = 1e9
+    for d, heads in ((64, 32), (128, 16)):
+        for causal in (False, True):
+            sides = {"packed": (LENGTHS, True), "dense": ((EQUIVALENT[1],) * EQUIVALENT[0], False)}
+            calls: dict[str, Callable[[], Any]] = {}
+            flops = {}
+            for name, (lengths, packed) in sides.items():
+                work = 4.0 * heads * d * sum(n * n for n in lengths) * (0.5 if causal else 1.0)
+                for direction, call in _own_calls(lengths, packed, heads, d, causal, target).items():
+                    calls[f"{direction} {name}"], flops[f"{direction} {name}"] = call, work * (1.0 if direction == "fwd" else 2.5)
+            rate = {n: flops[n] / t / 1e9 for n, t in _medians(calls).items()}
+            for direction in ("fwd", "bwd"):
+                ratio = rate[f"{direction} packed"] / rate[f"{direction} dense"]
+                worst = min(worst, ratio)
+                print(f"d{d} {'causal' if causal else 'full':6s} {direction}  packed {rate[f'{direction} packed']:.0f} TFLOP/s, "
+                      f"dense {rate[f'{direction} dense']:.0f} ({ratio:.2f})", flush=True)
+    print(f"packed is at worst {worst:.2f} of dense at equal FLOPs (wanted: 0.90)")
+    return 0 if worst >= 0.9 else 1
+
+
+def _own_calls(lengths: tuple[int, ...], packed: bool, heads: int, d: int, causal: bool, target: Target
+               ) -> dict[str, Callable[[], Any]]:
+    total, n = sum(lengths), len(lengths)
+    shape = (total, heads, d) if packed else (n, heads, lengths[0], d)
+    t, stats = TensorDesc.make(shape, DType.BF16), TensorDesc.make(shape[:-1], DType.F32)
+    desc: dict[str, Any] = {"q": t, "k": t, "v": t, "o": t, "lse": stats, "band": MaskDesc(causal=causal)}
+    gen = torch.Generator(device="cuda").manual_seed(0)
+    q, k, v, do = (torch.randn(shape, device="cuda", generator=gen, dtype=torch.bfloat16) for _ in range(4))
+    operands: dict[str, Any] = {"q": q, "k": k, "v": v, "o": torch.empty_like(q),
+                                "lse": torch.empty(shape[:-1], device="cuda")}
+    if packed:
+        cu = torch.tensor([sum(lengths[:i]) for i in range(n + 1)], dtype=torch.int32, device="cuda")
+        offsets = TensorDesc.make((n + 1,), DType.I32)
+        desc |= {"cu_seqlens_q": offsets, "cu_seqlens_kv": offsets, "max_seqlen_q": max(lengths), "max_seqlen_kv": max(lengths)}
+        operands |= {"cu_seqlens_q": cu, "cu_seqlens_kv": cu}
+    stream = torch.cuda.current_stream().cuda_stream
+    forward = SdpaDesc(**desc)
+    backward = SdpaBwdDesc(**desc, do=t, dq=t, dk=t, dv=t)
+    run = SdpaFwdExecutable(forward_params(forward, target), target).prepare(Launch(forward, operands), Workspace(None, {}))
+    run(stream)
+    more = {**operands, "do": do, **{g: torch.empty_like(q) for g in ("dq", "dk", "dv")}}
+    space, offsets_of = _workspace(backward)
+    back = SdpaBwdExecutable(backward_params(backward, target), target).prepare(Launch(backward, more), Workspace(space, offsets_of))
+    return {"fwd": partial(_launch, run, stream, operands), "bwd": partial(_launch, back, stream, {**more, "space": space})}
+
+
+def _workspace(desc: SdpaBwdDesc) -> tuple[torch.Tensor, dict[str, tuple[int, int]]]:
+    offsets, size = {}, 0
+    for region in regions(desc):
+        offsets[region.name] = (size, region.nbytes)
+        size += -(-region.nbytes // 256) * 256
+    return torch.empty(size, dtype=torch.uint8, device="cuda"), offsets
+
+
+def _scratch() -> str:
+    """The scratch of a backward plan, by region."""
+    shape = next(s for s in SHAPES if s.name == "d128 s8192 full")
+    sizes = {r.name: r.nbytes for r in regions(_backward_desc(shape))}
+    told = ", ".join(f"{name} {nbytes / 2**20:.1f} MiB" for name, nbytes in sizes.items())
+    return f"backward scratch, b{shape.batch} h{shape.heads[0]} s{shape.seqlen} d{shape.d}: {told}"
 
 
 # ---- compiling in parallel -----------------------------------------------------------------------------------------

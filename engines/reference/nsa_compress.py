@@ -16,7 +16,8 @@ from torch import Tensor
 from .nsa import MASK_BYTES, NsaGrads, Places, _scale
 from .sdpa import compute_dtype_for, sdpa_backward, sdpa_forward
 
-__all__ = ["choose_blocks", "compress", "compress_backward", "compressed_attention", "compressed_attention_backward"]
+__all__ = ["choose_blocks", "compress", "compress_backward", "compressed_attention", "compressed_attention_backward",
+           "compressed_mask"]
 
 
 class _Blocks(NamedTuple):
@@ -154,6 +155,11 @@ class _Case(NamedTuple):
 def _row_steps(rows: int, keys: int, device: torch.device) -> list[slice]:
     step = max(1, MASK_BYTES[device.type] // max(1, keys))
     return [slice(a, min(rows, a + step)) for a in range(0, rows, step)]
+
+
+def compressed_mask(q: Tensor, k: Tensor, cu: Tensor | None, *, seqlen_kv: int, block_len: int, stride: int) -> Tensor:
+    """Boolean [1, 1, Tq, N]: which compressed keys each row sees. q [B, Hq, Tq, D], k [B, Hk, N, D], packed ones too."""
+    return _Case.make(q, k, cu, seqlen_kv, block_len, stride).mask(slice(0, q.shape[2]), stride)
 
 
 def compressed_attention(

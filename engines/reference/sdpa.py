@@ -237,14 +237,17 @@ def _outs(case: AttentionCase, grads: Mapping[str, Tensor], compute: torch.dtype
     return _Outs(views[0], views[1], views[2], dbias, dsink)
 
 
-def _delta(do: Tensor, o: Tensor, p_dp: Tensor, io: torch.dtype) -> Tensor:
+def _delta(do: Tensor, o: Tensor, p: Tensor, p_dp: Tensor, sink_weight: Tensor | None, io: torch.dtype) -> Tensor:
     """rowsum(dO * o), [b, hk, g, m]. It equals rowsum(P * dP), but o was rounded to `io`: where the two agree up to that
-    rounding the unrounded sum is taken. They differ where o is the merged result of more keys than these."""
+    rounding the unrounded sum is taken. They differ where o is the merged result of more keys than these. P, made again
+    from an fp32 lse, is off by a common factor that grows with |lse|; what it has to sum up to takes that out."""
     delta = (do * o).sum(-1)
     limits = torch.finfo(io)
     if limits.eps <= torch.finfo(do.dtype).eps:
         return delta
-    exact = p_dp.sum(-1)
+    total = p.sum(-1)
+    whole = 1.0 if sink_weight is None else 1.0 - sink_weight
+    exact = torch.where(total > 0, p_dp.sum(-1) * (whole / total), 0.0)
     rounding = limits.eps * (do.abs() * (o.abs() + limits.smallest_normal)).sum(-1)
     return torch.where((exact - delta).abs() <= rounding, exact, delta)
 
@@ -267,7 +270,8 @@ def _backward_part(part: AttentionPart, rows: _Rows, outs: _Outs, case: Attentio
             continue
         dp = torch.matmul(do.flatten(2, 3), v[at.b, at.h, at.j].transpose(-1, -2)).view_as(p)
         p_dp = (p * dp).masked_fill(~seen, 0.0)
-        row_term = -_delta(do, o, p_dp, rows.o.dtype).masked_fill(~seen.expand(p.shape).any(-1), 0.0)
+        sink = None if case.sink is None else _exp_to(case.sink.to(compute)[None, at.h, :, None], lse)
+        row_term = -_delta(do, o, p, p_dp, sink, rows.o.dtype).masked_fill(~seen.expand(p.shape).any(-1), 0.0)
         if rows.dlse is not None:
             row_term = row_term + rows.dlse[at.b, at.h, :, at.i].to(compute)
         if outs.dsink is not None and case.sink is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, ClassVar, cast
 
 from descriptors import OpDesc, SdpaBwdDesc, TensorDesc
@@ -18,7 +19,7 @@ from engines.base import BoundCall, Executable, Launch, Region, SdpaBwdDsl, Supp
 
 from . import arguments, capabilities, configs, configs_bwd, limits
 from .arguments import FLOAT_CODES, cdiv
-from .launching import Kernel
+from .launching import Kernel, compile_chain
 from .params import Table, TemplateParams, flavor_for, shared_facts, vector_bytes
 from .params_bwd import (
     BWD_ARGS,
@@ -45,8 +46,7 @@ _SMALL_CARD = Target.cuda((8, 6))
 
 def _tile(table: tuple[configs.Row[BwdTile], ...], target: Target, facts: Mapping[str, Any]) -> BwdTile:
     assert target.cc is not None  # the engine is unavailable elsewhere
-    return configs.pick(table, target.cc, (facts["head_dim"], facts["head_dim_v"]),
-                        rich=facts["softcap"] or facts["mask"] or facts["bias"] is not None)
+    return configs.pick(table, target.cc, facts)
 
 
 def kept_axes(desc: SdpaBwdDesc) -> tuple[bool, bool]:
@@ -77,6 +77,13 @@ def _sum_blocks(desc: SdpaBwdDesc) -> int:
     return rows // 16 + bind_dim(desc.batch, None) + 1 if desc.packed else cdiv(rows, 16)
 
 
+def keys_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The facts that the keys-stationary kernel is specialised on. With plain scores no band is one that ends past every key:
+    tiles without a mask run the same code, and kernels of their own spilled."""
+    plain = not facts["softcap"] and not facts["mask"] and facts["bias"] is None
+    return {**facts, "has_right": facts["has_right"] or plain}
+
+
 def backward_params(desc: SdpaBwdDesc, target: Target) -> dict[str, TemplateParams]:
     """Which specialisations serve the descriptor, by kernel; a function of plan-time facts only."""
     facts = shared_facts(desc, _LOADED)
@@ -87,11 +94,10 @@ def backward_params(desc: SdpaBwdDesc, target: Target) -> dict[str, TemplatePara
     if sums_dq(desc):
         # Narrow copies need registers for their addresses: they take the tile of small cards, which has some left.
         tile = _tile(configs_bwd.DKDV_SUMS, target if facts["vec"] == 16 else _SMALL_CARD, facts)
-        # No band is one that ends past every key: tiles without a mask run the same code, and the kernel of its own spilled.
-        out["dkdv"] = DkdvParams(**{**facts, "has_right": True}, tile=tile, sum_dq=True)
+        out["dkdv"] = DkdvParams(**keys_facts(facts), tile=tile, sum_dq=True)
         out["cast"] = statistics_params(facts, 16, configs_bwd.PRE_WARPS, configs_bwd.PRE_ROWS)
     elif desc.dk is not None or desc.dv is not None:
-        out["dkdv"] = DkdvParams(**facts, tile=_tile(configs_bwd.DKDV, target, facts))
+        out["dkdv"] = DkdvParams(**keys_facts(facts), tile=_tile(configs_bwd.DKDV, target, facts))
     if desc.dq is not None and not sums_dq(desc):
         out["dq"] = DqParams(**facts, tile=_tile(configs_bwd.DQ, target, facts))
     if desc.dbias is not None:
@@ -166,10 +172,10 @@ def backward_values(desc: SdpaBwdDesc) -> dict[str, Any]:
         "sum_batches": 1, "sum_heads": 1, "sum_blocks": _sum_blocks(desc), "sum_columns": _sum_columns(desc)}
 
 
-def _section(values: Mapping[str, Any], desc: SdpaBwdDesc, rows: int, heads_per_share: int, heads: int, l2: int) -> int:
+def _section(desc: SdpaBwdDesc, rows: int, heads_per_share: int, heads: int, l2: int) -> int:
     """How many heads are walked side by side: those whose shared operands, of `rows` rows, fit the L2 cache."""
-    of_one = max(rows * (desc.head_dim + desc.head_dim_v) * desc.q.dtype.itemsize, 1)
-    return min(max(l2 // of_one, 1) * heads_per_share, max(heads, 1))
+    of_one = rows * (desc.head_dim + desc.head_dim_v) * desc.q.dtype.itemsize
+    return arguments.head_section(heads, of_one, heads_per_share, l2, desc.band.has_right)
 
 
 def launches(params: Mapping[str, TemplateParams], desc: SdpaBwdDesc, l2: int) -> list[tuple[str, int, dict[str, Any]]]:
@@ -184,14 +190,14 @@ def launches(params: Mapping[str, TemplateParams], desc: SdpaBwdDesc, l2: int) -
     if "dkdv" in params:
         own = cast(DkdvParams, params["dkdv"]).tile.own
         n_tiles = arguments.tiles(values["sk_max"], n_seqs, packed, own)
-        section = _section(values, desc, values["sq_max"] * group, 1, heads // group * copies, l2)
+        section = _section(desc, values["sq_max"] * group, 1, heads // group * copies, l2)
         out.append(("dkdv", n_tiles * (heads // group) * copies, {"n_tiles": n_tiles, "section": section}))
     if "cast" in params:
         out.append(("cast", out[0][1], {"n_tiles": out[0][2]["n_tiles"]}))
     if "dq" in params:
         own = cast(DqParams, params["dq"]).tile.own
         n_tiles = arguments.tiles(values["sq_max"], n_seqs, packed, own)
-        section = _section(values, desc, values["sk_max"], group, heads * copies, l2)
+        section = _section(desc, values["sk_max"], group, heads * copies, l2)
         out.append(("dq", n_tiles * heads * copies, {"n_tiles": n_tiles, "section": section}))
     if "bias" in params:
         out += _bias_launches(cast(BiasParams, params["bias"]), desc, n_seqs, heads)
@@ -245,7 +251,7 @@ class SdpaBwdExecutable(Executable):
         assert target.cc is not None
         self.params = dict(params)
         self.l2_bytes = configs.L2_BUDGET[configs.arch_class(target.cc)]
-        self.kernels = {name: _kernel(name, p, target) for name, p in params.items()}
+        self.kernels = compile_chain({name: partial(_kernel, name, p, target) for name, p in params.items()})
 
     def prepare(self, launch: Launch, workspace: Workspace) -> BoundCall:
         desc, device = cast(SdpaBwdDesc, launch.desc), launch.operands["q"].device.index

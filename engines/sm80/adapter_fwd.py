@@ -20,9 +20,7 @@ def forward_params(desc: SdpaDesc, target: Target) -> FwdParams:
     """Which specialisation serves the descriptor; a function of plan-time facts only."""
     assert target.cc is not None  # the engine is unavailable elsewhere
     facts = shared_facts(desc, ("q", "k", "v"))
-    tile = configs.pick(configs.FWD, target.cc, (facts["head_dim"], facts["head_dim_v"]),
-                        rich=facts["softcap"] or facts["mask"] or facts["bias"] is not None, exact=facts["exact"])
-    return FwdParams(**facts, tile=tile)
+    return FwdParams(**facts, tile=configs.pick(configs.FWD, target.cc, facts))
 
 
 def forward_arguments(params: FwdParams, desc: SdpaDesc, l2_bytes: int) -> tuple[int, dict[str, Any]]:
@@ -35,11 +33,11 @@ def forward_arguments(params: FwdParams, desc: SdpaDesc, l2_bytes: int) -> tuple
     pack = arguments.head_pack(desc, block)
     values["pack"] = pack
     values["n_tiles"] = arguments.tiles(values["sq_max"] * pack, values["n_seqs"], packed, block)
-    values["section"] = arguments.head_section(desc, values["group"] // pack, l2_bytes)
     # Stores have no narrower tail: a row has to end on the vector too.
     values["o_vec"] = math.gcd(vector_bytes(desc.o, packed), desc.head_dim_v * desc.o.dtype.itemsize)
     heads = values["heads"] // pack * (1 if packed else values["n_seqs"])
-    values["section"] = min(values["section"], max(heads, 1))
+    of_one = values["sk_max"] * (desc.head_dim + desc.head_dim_v) * desc.q.dtype.itemsize
+    values["section"] = arguments.head_section(heads, of_one, values["group"] // pack, l2_bytes, params.has_right)
     return values["n_tiles"] * heads, values
 
 

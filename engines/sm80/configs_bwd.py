@@ -22,9 +22,10 @@ _BIAS = "one score-shaped accumulator; all of it fits every card"
 DKDV: tuple[Row[BwdTile], ...] = (
     Row("hopper", (64, 64), "plain", BwdTile(4, 2, 1, 32, 2, 2), "252 registers, two blocks per SM; 32 keys per warp halve the reads of q and dO"),
     Row("hopper", (96, 96), "plain", BwdTile(8, 1, 1, 64, 2, 1), "238 registers, 97 KB"),
-    Row("hopper", (128, 128), "plain", BwdTile(8, 1, 1, 64, 2, 1), "255 registers, 129 KB"),
+    Row("hopper", (128, 128), "plain", BwdTile(8, 2, 2, 64, 2, 1), "pairs of warps share 32 keys: H200 s8192 full 6.39 ms, 16 keys per warp 6.76"),
+    Row("hopper", (128, 128), "partial", BwdTile(8, 1, 1, 32, 2, 1), "pairs spill 16 bytes with a window"),
     Row("hopper", (192, 128), "plain", BwdTile(8, 1, 1, 32, 2, 1), "255 registers, 121 KB"),
-    Row("hopper", (256, 256), "plain", BwdTile(8, 1, 2, 64, 2, 1), "247 registers, 209 KB; accumulators of 256 columns fit pairs of warps only"),
+    Row("hopper", (256, 256), "plain", BwdTile(8, 2, 4, 64, 2, 1), "four warps share 32 keys; accumulators of 256 columns do not fit one"),
 
     Row("ampere", (64, 64), "plain", BwdTile(4, 2, 1, 32, 2, 2), "as on hopper"),
     Row("ampere", (96, 96), "plain", BwdTile(8, 1, 1, 64, 2, 1), "97 KB"),
@@ -38,6 +39,9 @@ DKDV: tuple[Row[BwdTile], ...] = (
     Row("small", (192, 128), "plain", BwdTile(4, 1, 1, 32, 2, 1), "81 KB of 99"),
     Row("small", (256, 256), "plain", BwdTile(4, 1, 2, 32, 1, 1), "68 KB of 99; two stages need 100"),
 
+    Row("blackwell", (192, 128), "rich", BwdTile(4, 1, 1, 16, 1, 1), "two stages spill 8 bytes with a mask"),
+    Row("blackwell", (256, 256), "rich", BwdTile(4, 1, 4, 64, 1, 1), "pairs of warps spill 24 bytes with a mask; 85 KB of 99"),
+
     Row("small", (64, 64), "rich", BwdTile(8, 1, 1, 32, 2, 1), _NARROW),
     Row("small", (96, 96), "rich", BwdTile(8, 1, 1, 32, 2, 1), _NARROW),
     Row("small", (128, 128), "rich", BwdTile(8, 1, 1, 16, 2, 1), _NARROW),
@@ -47,10 +51,10 @@ DKDV: tuple[Row[BwdTile], ...] = (
 
 # Query rows are owned, keys come in steps.
 DQ: tuple[Row[BwdTile], ...] = (
-    Row("hopper", (64, 64), "plain", BwdTile(4, 2, 1, 32, 2, 2),
-        "232 registers, two blocks of 48 KB per SM; 64 keys per step spill 32 bytes with 2-byte copies"),
+    Row("hopper", (64, 64), "plain", BwdTile(4, 2, 1, 64, 2, 2), "255 registers, two blocks of 64 KB per SM"),
     Row("hopper", (96, 96), "plain", BwdTile(4, 2, 1, 32, 2, 2), "243 registers, two blocks of 72 KB per SM"),
-    Row("hopper", (128, 128), "plain", BwdTile(8, 1, 1, 64, 2, 1), "226 registers, 128 KB; 32 rows per warp spill"),
+    Row("hopper", (128, 128), "plain", BwdTile(8, 2, 1, 32, 2, 1), "32 rows per warp halve the reads of k and v; 160 KB"),
+    Row("hopper", (128, 128), "partial", BwdTile(8, 1, 1, 64, 2, 1), "32 rows per warp spill 8 bytes with predicated columns"),
     Row("hopper", (192, 128), "plain", BwdTile(8, 1, 1, 64, 2, 1), "247 registers, 160 KB"),
     Row("hopper", (256, 256), "plain", BwdTile(8, 1, 1, 32, 2, 1), "254 registers, 192 KB"),
 
@@ -75,6 +79,7 @@ DQ: tuple[Row[BwdTile], ...] = (
 
 # Rows are owned, keys come in steps; a tile of dBias is own x block.
 BIAS: tuple[Row[BwdTile], ...] = (
+    Row("blackwell", (192, 128), "rich", BwdTile(4, 1, 1, 32, 1, 1), "64 keys spill 120 bytes"),
     Row("small", (64, 64), "rich", BwdTile(4, 1, 1, 64, 1, 1), _BIAS),
     Row("small", (96, 96), "rich", BwdTile(4, 1, 1, 64, 1, 1), _BIAS),
     Row("small", (128, 128), "rich", BwdTile(4, 1, 1, 64, 1, 1), _BIAS),
@@ -85,9 +90,9 @@ BIAS: tuple[Row[BwdTile], ...] = (
 # Keys are owned and dQ is summed by atomic additions: plain scores, head dims whose columns warps can share. dS crosses
 # shared memory. Every flavor here has a row in "small": whether a graph takes this path does not depend on the card.
 DKDV_SUMS: tuple[Row[BwdTile], ...] = (
-    Row("hopper", (64, 64), "plain", BwdTile(8, 1, 1, 64, 2, 1), "231 registers, 81 KB; 32 keys per warp spill 8 bytes"),
-    Row("hopper", (128, 128), "plain", BwdTile(8, 1, 1, 64, 2, 1), "255 registers, 145 KB; pairs of warps spill 8 bytes"),
-    Row("hopper", (256, 256), "plain", BwdTile(8, 1, 2, 64, 2, 1), "254 registers, 209 KB"),
+    Row("hopper", (64, 64), "plain", BwdTile(4, 2, 1, 32, 2, 2), "32 keys per warp halve the reads of q and dO; two blocks of 57 KB"),
+    Row("hopper", (128, 128), "plain", BwdTile(8, 2, 2, 64, 2, 1), "pairs of warps share 32 keys: fewer reads of q and dO, 209 KB"),
+    Row("hopper", (256, 256), "plain", BwdTile(8, 2, 4, 64, 2, 1), "four warps share 32 keys: 168 reads of fragments per step, pairs 192"),
 
     Row("ampere", (64, 64), "plain", BwdTile(8, 1, 1, 64, 2, 1), "as on hopper"),
     Row("ampere", (128, 128), "plain", BwdTile(8, 1, 1, 32, 2, 1), "105 KB of 163"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 from engines import cuda_driver
@@ -43,7 +45,7 @@ class Kernel:
     def _function(self, device: int) -> cuda_driver.Function:
         if device not in self._functions:
             meta = self.bundle.meta
-            self._functions[device] = cuda_driver.Function(
+            self._functions[device] = cuda_driver.load(
                 self.bundle.code, meta["name"], threads=meta["threads"], shared=meta["shared"], index=device)
         return self._functions[device]
 
@@ -52,6 +54,46 @@ class Kernel:
         meta = self.bundle.meta
         out: dict[str, Any] = {"kernel": self.name, "threads": meta["threads"], "shared_bytes": meta["shared"]}
         return out | {k: v for k, v in self.params.items() if v is not None and v is not False}
+
+
+# A chain that is found in the cache takes milliseconds, and a bar that flashes up says nothing.
+_PATIENCE_S = 0.25
+
+
+def compile_chain(makers: Mapping[str, Callable[[], Kernel]], clock: Callable[[], float] = time.perf_counter
+                  ) -> dict[str, Kernel]:
+    """The kernels of a chain by name, in order. Where a terminal watches and compiling takes a while, with a progress bar on
+    standard error."""
+    kernels: dict[str, Kernel] = {}
+    start = clock()
+    with ExitStack() as stack:
+        advance: Callable[[str], None] | None = None
+        for name, make in makers.items():
+            if advance is not None:
+                advance(name)
+            kernels[name] = make()
+            if advance is None and clock() - start > _PATIENCE_S:
+                advance = _progress(stack, len(makers), len(kernels))
+    return kernels
+
+
+def _progress(stack: ExitStack, total: int, done: int) -> Callable[[str], None] | None:
+    """A bar that lives as long as `stack`; None where nobody watches or nothing is left to do."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    if not console.is_terminal or done == total:
+        return None
+    bar = stack.enter_context(Progress(console=console, transient=True))
+    task = bar.add_task("compiling", total=total, completed=done)
+    ahead = [done]
+
+    def advance(name: str) -> None:
+        bar.update(task, description=f"compiling {name}", completed=ahead[0])
+        ahead[0] += 1
+
+    return advance
 
 
 def _nothing(stream: int) -> None:

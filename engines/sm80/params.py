@@ -25,7 +25,8 @@ BIAS_CODES = {None: 0, "io": 1, "fp32": 2}
 
 @dataclass(frozen=True)
 class Tile:
-    """A tile configuration. Each of `warps` owns row_tiles * 16 rows; keys come block_n at a time, `stages` tiles deep."""
+    """A tile configuration. Each of `warps` owns row_tiles * 16 rows (a pair of them shares these where d_split is 2); keys come
+    block_n at a time, `stages` tiles deep."""
 
     warps: int
     row_tiles: int
@@ -33,10 +34,11 @@ class Tile:
     stages: int
     q_in_registers: bool
     min_blocks: int            # blocks per SM that registers are budgeted for
+    d_split: int = 1           # warps that share rows: each makes scores of a part of the keys, o of a part of the columns
 
     @property
     def block_m(self) -> int:
-        return self.warps * self.row_tiles * 16
+        return self.warps // self.d_split * self.row_tiles * 16
 
     @property
     def threads(self) -> int:
@@ -48,6 +50,9 @@ class Tile:
         yield f"block_n: given {self.block_n}, expected 16, 32, 64 or 128", self.block_n in (16, 32, 64, 128)
         yield f"stages: given {self.stages}, expected 1 or 2", self.stages in (1, 2)
         yield f"min_blocks: given {self.min_blocks}, expected 1..8", 1 <= self.min_blocks <= 8
+        yield f"d_split: given {self.d_split}, expected 1 or 2", self.d_split in (1, 2)
+        yield "d_split 2: expected q in shared memory, 32 keys or more and 2 warps or more", self.d_split == 1 or (
+            not self.q_in_registers and self.block_n >= 32 and self.warps >= 2)
 
 
 @dataclass(frozen=True)
@@ -110,18 +115,23 @@ class FwdParams(TemplateParams):
     def _rules(self) -> Iterable[tuple[str, bool]]:
         yield from super()._rules()
         yield from self.tile.rules()
+        yield "d_split 2: expected neither mask nor bias, and halves of o in multiples of 64 columns", self.tile.d_split == 1 or (
+            not self.mask and self.bias is None and self.head_dim_v % 128 == 0)
 
     def macros(self) -> dict[str, int]:
         t = self.tile
-        return {**super().macros(), "WARPS": t.warps, "ROWS_M": t.row_tiles, "BLOCK_N": t.block_n, "STAGES": t.stages,
-                "Q_IN_REGISTERS": int(t.q_in_registers), "MIN_BLOCKS": t.min_blocks, "SHARED_BYTES": self.shared_bytes}
+        return {**super().macros(), "WARPS": t.warps, "ROWS_M": t.row_tiles, "D_SPLIT": t.d_split, "BLOCK_N": t.block_n,
+                "STAGES": t.stages, "Q_IN_REGISTERS": int(t.q_in_registers), "MIN_BLOCKS": t.min_blocks,
+                "SHARED_BYTES": self.shared_bytes}
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of one block: q's tile, `stages` tiles of k and v, and what does not change along the walk."""
+        """Shared memory of one block: q's tile, `stages` tiles of k and v, what warps that share rows exchange (p, and a number
+        per row), and what does not change along the walk."""
         t = self.tile
         tiles = t.block_m * self.head_dim + t.stages * t.block_n * (self.head_dim + self.head_dim_v)
-        return 2 * tiles + STASH_BYTES
+        exchange = 0 if t.d_split == 1 else 2 * t.block_m * t.block_n + 4 * t.warps * t.row_tiles * 16
+        return 2 * tiles + exchange + STASH_BYTES
 
 
 def flavor_for(d: int, dv: int) -> tuple[int, int] | None:

@@ -47,9 +47,9 @@ class BwdTile:
     def rules(self) -> Iterable[tuple[str, bool]]:
         yield f"warps: given {self.warps}, expected 2, 4 or 8", self.warps in (2, 4, 8)
         yield f"row_tiles: given {self.row_tiles}, expected 1 or 2", self.row_tiles in (1, 2)
-        yield f"d_split: given {self.d_split}, expected 1 or 2", self.d_split in (1, 2)
+        yield f"d_split: given {self.d_split}, expected 1, 2 or 4, at most warps", self.d_split in (1, 2, 4) and self.d_split <= self.warps
         yield f"block: given {self.block}, expected 16, 32, 64 or 128", self.block in (16, 32, 64, 128)
-        yield f"block: given {self.block}, expected at least 32 with d_split 2", self.block >= 16 * self.d_split
+        yield f"block: given {self.block}, expected 16 for each of d_split", self.block >= 16 * self.d_split
         yield f"stages: given {self.stages}, expected 1 or 2", self.stages in (1, 2)
         yield f"min_blocks: given {self.min_blocks}, expected 1..8", 1 <= self.min_blocks <= 8
 
@@ -63,8 +63,9 @@ class BwdParams(TemplateParams):
     def _rules(self) -> Iterable[tuple[str, bool]]:
         yield from super()._rules()
         yield from self.tile.rules()
-        yield "d_split 2: expected halves of both head dims to be multiples of 64 columns", self.tile.d_split == 1 or (
-            self.head_dim % 128 == 0 and self.head_dim_v % 128 == 0)
+        part = 64 * self.tile.d_split
+        yield "d_split: expected parts of both head dims to be multiples of 64 columns", self.tile.d_split == 1 or (
+            self.head_dim % part == 0 and self.head_dim_v % part == 0)
 
     def macros(self) -> dict[str, int]:
         t = self.tile
@@ -103,7 +104,7 @@ class DkdvParams(BwdParams):
         t = self.tile
         moving = t.stages * t.block * (2 * self._columns + PAIR_BYTES)
         scores = 2 * t.own * t.block
-        exchange = 2 * scores + t.warps * _SEEN_BYTES if t.d_split == 2 else scores if self.sum_dq else 0
+        exchange = 2 * scores + t.warps * _SEEN_BYTES if t.d_split > 1 else scores if self.sum_dq else 0
         return 2 * t.own * self._columns + moving + exchange + STASH_BYTES
 
 

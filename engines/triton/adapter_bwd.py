@@ -2,8 +2,8 @@
 
     bwd_pre -> bwd_dkdv, bwd_dq, bwd_bias_* -> bwd_reduce (dBias, dSink)
 
-No kernel uses atomics and every sum has a fixed order: results are deterministic whether or not that was
-asked for.
+No kernel of this chain uses atomics and every sum has a fixed order: its results are deterministic whether or not
+that was asked for. Where it was not, Hopper cards have a chain that adds dQ up in arrival order (hopper.py).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any, ClassVar, cast
 
 from descriptors import OpDesc, SdpaBwdDesc
 from descriptors.dims import bind_dim
-from engines.base import Region, SdpaBwdDsl, Support, Target
+from engines.base import Executable, Region, SdpaBwdDsl, Support, Target
 
-from . import arguments, capabilities, configs, configs_bwd, limits
+from . import arguments, capabilities, configs, configs_bwd, hopper, limits
 from .arguments import cdiv, tiles
 from .launching import ChainExecutable, FrozenChain, FrozenKernel, Kernel, Operand, Pointer, Scratch, operand
 from .params import Blocks, shared_facts
@@ -283,5 +283,8 @@ class SdpaBwdDslTriton(SdpaBwdDsl):
     def workspace(self, desc: OpDesc) -> tuple[Region, ...]:
         return regions(cast(SdpaBwdDesc, desc))
 
-    def compile(self, desc: OpDesc, target: Target) -> SdpaBwdExecutable:
-        return SdpaBwdExecutable(cast(SdpaBwdDesc, desc), target)
+    def compile(self, desc: OpDesc, target: Target) -> Executable:
+        desc = cast(SdpaBwdDesc, desc)
+        if hopper.serves_backward(desc, target):
+            return hopper.HopperBwdExecutable(desc, target)
+        return SdpaBwdExecutable(desc, target)

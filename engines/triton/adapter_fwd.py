@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, cast
 
 from descriptors import OpDesc, SdpaDesc
-from engines.base import SdpaFwdDsl, Support, Target
+from engines.base import Executable, SdpaFwdDsl, Support, Target
 
-from . import arguments, capabilities, configs, limits
+from . import arguments, capabilities, configs, hopper, limits
 from .launching import ChainExecutable, FrozenChain, Kernel, operand
 from .params import FWD_ARGS, FwdParams, shared_facts
 
@@ -64,5 +64,8 @@ class SdpaFwdDslTriton(SdpaFwdDsl):
     def label(self, desc: OpDesc, target: Target) -> str:
         return self.engine if target.cc is not None else f"{self.engine}[interpreter]"
 
-    def compile(self, desc: OpDesc, target: Target) -> SdpaFwdExecutable:
-        return SdpaFwdExecutable(forward_params(cast(SdpaDesc, desc), target), target)
+    def compile(self, desc: OpDesc, target: Target) -> Executable:
+        desc = cast(SdpaDesc, desc)
+        if hopper.serves_forward(desc, target):
+            return hopper.HopperFwdExecutable(hopper.forward_params(desc), target)
+        return SdpaFwdExecutable(forward_params(desc, target), target)

@@ -33,7 +33,17 @@ from .arguments import MAX_POSITIONS, cdiv
 from .capabilities import ENGINE, MIN_CC
 from .launching import ChainExecutable, FrozenChain, FrozenKernel, Operand, Scratch
 from .nsa_map import Chain, Geometry, NsaKernel, Selection
-from .params_nsa import BWD_BLOCKS, COMBINE, FWD_BLOCKS, KEYS, PRE, QUERIES, NsaParams, nsa_params
+from .params_nsa import (
+    BWD_BLOCKS,
+    COMBINE,
+    FWD_BLOCKS,
+    KEYS,
+    PRE,
+    QUERIES,
+    NsaParams,
+    nsa_params,
+    pad_to_power,
+)
 
 _DTYPES = (DType.F16, DType.BF16, DType.F32)
 _NOTE = f"up to {configs.MAX_SLOTS} entries a row, blocks of up to {configs.MAX_BLOCK_SIZE}; any strides, any group size"
@@ -57,7 +67,7 @@ def limits(desc: Selection) -> Iterable[Reason]:
         yield Reason("q.shape", f"{dim_max(desc.seqlen_q)} tokens of {desc.group} heads a group", "fewer than 2**31 rows")
     elif desc.slots <= configs.MAX_SLOTS:
         g = forward_geometry(desc.bound(None))
-        programs = g.problems * max(g.items, cdiv(g.rows * g.group, configs.PRE.block_m), g.n_blocks)
+        programs = max(g.held_items, g.problems * max(cdiv(g.rows * g.group, configs.PRE.block_m), g.n_blocks))
         if programs >= 2**31:
             yield Reason("q.shape", f"{programs} programs", "fewer than 2**31; split the batch")
     for name in ("lse", "dlse"):
@@ -75,9 +85,9 @@ class _Shared(ChainExecutable):
         self.shared: NsaParams = nsa_params(desc, interpreted=target.cc is None)
         self.kernels: dict[str, NsaKernel] = nsa_map.map_kernels(self.shared, target)
 
-    def _pick(self, table: tuple[configs.Row, ...]) -> Any:
+    def _pick(self, table: tuple[configs.Row, ...]) -> configs.Row:
         s = self.shared
-        return configs.pick(table, self.target.cc, s.itemsize, max(s.d_pad, s.dv_pad))
+        return configs.pick(table, self.target.cc, s.itemsize, max(s.d_pad, s.dv_pad), pad_to_power(s.block_size))
 
     def describe(self) -> Mapping[str, Any]:
         return {name: kernel.describe() for name, kernel in self.kernels.items()}
@@ -99,21 +109,20 @@ class _Cell(Adapter):
 
 
 def forward_geometry(desc: Selection) -> Geometry:
-    return Geometry.make(desc, desc.head_dim_v, configs.FORWARD_ROWS)
+    return Geometry.make(desc, desc.head_dim_v, desc.head_dim, configs.FORWARD_ROWS)
 
 
 def forward_regions(desc: Selection) -> tuple[Region, ...]:
-    """Bytes; R = problems * tokens * slots * group partial rows of one launch, see `Geometry`."""
+    """Bytes: the map, and partial results of one launch."""
     g = forward_geometry(desc)
-    rows = g.problems * g.entries * g.group
     sizes = {name: 4 * n for name, n in g.map_regions().items()}
-    return nsa_map.regions({**sizes, "part_lse": 4 * rows, "part_o": rows * g.pitch * g.itemsize})
+    return nsa_map.regions({**sizes, "part_lse": 4 * g.held_rows, "part_o": g.held_rows * g.pitch * g.itemsize})
 
 
 class NsaFwdExecutable(_Shared):
     def __init__(self, desc: NsaSelectionDesc, target: Target) -> None:
         super().__init__(desc, target)
-        self.kernels[FWD_BLOCKS.name] = NsaKernel(FWD_BLOCKS, self.shared, self._pick(configs.FWD), target)
+        self.kernels[FWD_BLOCKS.name] = NsaKernel(FWD_BLOCKS, self.shared, self._pick(configs.FWD).blocks, target)
         self.kernels[COMBINE.name] = NsaKernel(COMBINE, self.shared, configs.COMBINE, target)
 
     def freeze(self, desc: Any) -> FrozenChain:
@@ -121,9 +130,10 @@ class NsaFwdExecutable(_Shared):
         chain = Chain(self.kernels, desc, g, {"part_lse": "float32", "part_o": desc.q.dtype.torch_name})
         calls: list[FrozenKernel] = []
         for t0, tokens in g.launches():
-            here = {"t0": t0, "n_tokens": tokens, "n_entries": tokens * g.slots, "pitch": g.pitch}
+            here = {**chain.place(t0, tokens), "pitch": g.pitch}
             calls += chain.map(t0, tokens)
-            calls.append(chain.freeze(FWD_BLOCKS.name, g.items * g.problems if g.n_blocks and tokens else 0, here))
+            programs = g.items * here["parts"] * g.problems if g.n_blocks and tokens else 0
+            calls.append(chain.freeze(FWD_BLOCKS.name, programs, here))
             tiles = cdiv(tokens * g.group, configs.COMBINE.block_m)
             calls.append(chain.freeze(COMBINE.name, tiles * g.problems, {**here, "n_tiles": tiles}))
         return FrozenChain(calls)
@@ -145,7 +155,7 @@ class NsaSelectionFwdDslTriton(_Cell, NsaSelectionFwdDsl):
 
 
 def backward_geometry(desc: Selection) -> Geometry:
-    return Geometry.make(desc, desc.head_dim, configs.BACKWARD_ROWS)
+    return Geometry.make(desc, desc.head_dim, desc.head_dim + desc.head_dim_v, configs.BACKWARD_ROWS)
 
 
 def _pitch(width: int) -> int:
@@ -156,14 +166,14 @@ def _pitch(width: int) -> int:
 def backward_regions(desc: NsaSelectionBwdDesc) -> tuple[Region, ...]:
     """Bytes: the map, row statistics, shares of dQ, sums of dK and dV per work item, and over earlier launches."""
     g = backward_geometry(desc)
-    rows, items, blocks = g.problems * g.entries * g.group, g.problems * g.items, g.problems * g.n_blocks
+    blocks = g.problems * g.n_blocks
     many = len(g.launches()) > 1
     out = {name: 4 * n for name, n in g.map_regions().items()}
     out["stats"] = 8 * g.problems * g.rows * g.group
-    out["part_dq"] = rows * g.pitch * g.itemsize if desc.dq is not None else 0
+    out["part_dq"] = g.held_rows * g.pitch * g.itemsize if desc.dq is not None else 0
     for name, wanted, width in (("dk", desc.dk, desc.head_dim), ("dv", desc.dv, desc.head_dim_v)):
         size = 4 * desc.block_size * _pitch(width) if wanted is not None else 0
-        out[f"part_{name}"] = items * size
+        out[f"part_{name}"] = g.held_items * size
         out[f"sums_{name}"] = blocks * size if many else 0
     return nsa_map.regions(out)
 
@@ -173,13 +183,14 @@ class NsaBwdExecutable(_Shared):
         super().__init__(desc, target)
         add = self._add
         add(PRE, configs.PRE)
-        add(BWD_BLOCKS, self._pick(configs.BWD))
+        row = self._pick(configs.BWD)
+        add(BWD_BLOCKS, row.blocks, rows_first=row.rows_first)
         if desc.dk is not None:
             add(KEYS, configs.KEYS, key="keys_dk")
         if desc.dv is not None:
             add(KEYS, configs.KEYS, key="keys_dv", d_pad=self.shared.dv_pad, even_d=self.shared.even_dv)
         if desc.dq is not None:
-            add(QUERIES, configs.COMBINE)
+            add(QUERIES, configs.QUERIES)
 
     def _add(self, spec: Any, blocks: Any, *, key: str | None = None, **own: Any) -> None:
         self.kernels[key or spec.name] = NsaKernel(spec, replace(self.shared, **own), blocks, self.target)
@@ -193,12 +204,12 @@ class NsaBwdExecutable(_Shared):
         calls = [chain.freeze(PRE.name, tiles * g.problems, {"n_tiles": tiles, "n_rows": n_rows})]
         launches = g.launches()
         for i, (t0, tokens) in enumerate(launches):
-            here = {"t0": t0, "n_tokens": tokens, "n_entries": tokens * g.slots, "tq": g.rows}
+            here = {**chain.place(t0, tokens), "tq": g.rows}
             calls += chain.map(t0, tokens)
             # Shares of dQ have the io type's pitch, sums of dK and dV fp32's: rows of 16 bytes either way.
             pitches = {"pitch": g.pitch, "pitch_k": _pitch(desc.head_dim), "pitch_v": _pitch(desc.head_dim_v)}
-            calls.append(chain.freeze(BWD_BLOCKS.name, g.items * g.problems if g.n_blocks and tokens else 0,
-                                      {**here, **pitches}))
+            programs = g.items * here["parts"] * g.problems if g.n_blocks and tokens else 0
+            calls.append(chain.freeze(BWD_BLOCKS.name, programs, {**here, **pitches}))
             calls += self._sums(chain, desc, here, earlier=i > 0, later=i + 1 < len(launches))
         return FrozenChain(calls)
 
@@ -214,7 +225,7 @@ class NsaBwdExecutable(_Shared):
                     {"part_ptr": Scratch(f"part_{name}"), "sums_ptr": Scratch(f"sums_{name}"),
                      "out_ptr": Operand(name)}))
         if desc.dq is not None:
-            tiles = cdiv(here["n_tokens"] * g.group, configs.COMBINE.block_m)
+            tiles = cdiv(here["n_tokens"] * g.group, configs.QUERIES.block_m)
             calls.append(chain.freeze(
                 QUERIES.name, tiles * g.problems,
                 {**here, "n_tiles": tiles, "pitch": g.pitch, **chain.main("out", desc.dq)},

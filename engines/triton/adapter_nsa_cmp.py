@@ -114,7 +114,7 @@ class _Shared(ChainExecutable):
 
     def _pick(self, table: tuple[configs.Row, ...]) -> Any:
         s = self.shared
-        blocks = configs.pick(table, self.target.cc, s.itemsize, max(s.d_pad, s.dv_pad))
+        blocks = configs.pick(table, self.target.cc, s.itemsize, max(s.d_pad, s.dv_pad)).blocks
         # A tile of rows holds whole tokens.
         return replace(blocks, block_m=max(blocks.block_m, 1 << (s.group - 1).bit_length()))
 
@@ -233,6 +233,9 @@ class NsaCompressedBwdExecutable(_Shared):
         return FrozenChain(calls)
 
 
+_FP32_HEAD_DIM = 128
+
+
 class NsaCompressedBwdDslTriton(_Cell, NsaCompressedBwdDsl):
     """Gradients of compressed attention of the Triton engine."""
 
@@ -240,7 +243,14 @@ class NsaCompressedBwdDslTriton(_Cell, NsaCompressedBwdDsl):
                         f"groups up to {MAX_GROUP}; any strides", head_dim=(1, 256), head_dim_v=(1, 256))
 
     def check_support(self, desc: OpDesc, target: Target) -> Support:
-        return Support((*super().check_support(desc, target).reasons, *_limits(cast(NsaCompressedBwdDesc, desc))))
+        d = cast(NsaCompressedBwdDesc, desc)
+        reasons = [*super().check_support(desc, target).reasons, *_limits(d)]
+        # Compiled for sm_90, dQ of 192/128 heads in fp32 came out wrong (the gate's row showed it), in the interpreter it is
+        # right; until the cause is known these are left to the reference.
+        if target.device == "cuda" and d.q.dtype is DType.F32 and max(d.head_dim, d.head_dim_v) > _FP32_HEAD_DIM:
+            reasons.append(Reason("q.shape", f"fp32 with head dims {d.head_dim} and {d.head_dim_v}",
+                                  f"at most {_FP32_HEAD_DIM} in fp32 on a GPU"))
+        return Support(tuple(reasons))
 
     def workspace(self, desc: OpDesc) -> tuple[Region, ...]:
         d = cast(NsaCompressedBwdDesc, desc)

@@ -11,26 +11,31 @@ from .params import Blocks
 PARTIAL_BYTES = 2 << 30
 MIN_TOKENS = 128       # of one launch
 MAX_TOKENS = 1 << 23   # times 128 slots is inside int32
-# Rows of one work item, a multiple of every BLOCK_M. Forward: K and V (32 KB at 64 x 128 in 16 bits) are read once per
-# 1024 rows, which move 512 KB. Backward: twice that, since an item also leaves fp32 sums of dK and dV (64 KB).
-FORWARD_ROWS = 1024
-BACKWARD_ROWS = 2048
+# Most rows of one work item, a multiple of every BLOCK_M. Forward: K and V (32 KB at 64 x 128 in 16 bits) are read once
+# for rows that move 512 bytes each. Backward: more, since an item also leaves fp32 sums of dK and dV (64 KB).
+FORWARD_ROWS = 2048
+BACKWARD_ROWS = 4096
 
-# The inverse map. 512 entries against 512: a rank by comparison is 2,048 operations a thread.
-MAP_ENTRIES = 512
-MAP_PART = 16          # 32 spill on sm_120
+# The tokens of a launch are dealt out to parts whose operands stay in the L2 cache while every block's rows of the part
+# gather them, a row once for each of its slots: 8 of 50 MB. But a block should have this many rows in a part, so that it
+# pays to bring its keys in.
+PART_BYTES = 8 << 20
+PART_ROWS = 512
+
+# The inverse map.
+MAP_TILE = 32          # tokens to a mark of 32 bits
 MAP_BLOCKS = 32
 MAP_TILES = 64
 MAP_SCAN = 1024
 MAP_ITEMS = 128
 MAP_WARPS = 4
-# Pairwise comparison of a row's entries, [tokens, S, S] numbers in registers.
-CLEAN_NUMBERS = 1 << 14
 MAX_SLOTS = 128
 MAX_BLOCK_SIZE = 128
 
-# Rows per program of the kernels that only stream rows: 32 x 128 numbers of 16 bits are 8 KB a slot.
-COMBINE = Blocks(32, 16, 4, 3)
+# Rows per program of the kernels that only stream rows. Four slots at a time ("stages") of 16 rows of 128 numbers of 16
+# bits are 16 KB on their way for each program; the shares of dQ, which need no weights, are read faster two at a time.
+COMBINE = Blocks(16, 16, 4, 4)
+QUERIES = Blocks(16, 16, 4, 2)
 PRE = Blocks(32, 16, 4, 1)
 KEYS = Blocks(16, 16, 8, 1)
 
@@ -47,6 +52,9 @@ class Row:
     d_pad: int
     blocks: Blocks
     reason: str
+    least_d: int = 0             # and padded head dims from here
+    keys: int | None = None      # one padded block size alone
+    rows_first: bool = False     # backward: score tiles with queries as rows
 
 
 _TESTS = "several tiles at small test sizes"
@@ -67,7 +75,11 @@ FWD: tuple[Row, ...] = (
 
 BWD: tuple[Row, ...] = (
     Row("interpreter", 4, 256, Blocks(32, 16, 1, 1), _TESTS),
-    Row("hopper", 2, 128, Blocks(64, 16, 8, 2), "dK, dV and dQ in 96 registers a thread; two tiles of Q and dO in flight"),
+    Row("hopper", 2, 128, Blocks(128, 16, 8, 2), "2.23 ms at T8192 64/4; two warp groups with keys as rows repeat each "
+        "other: 64 x 8 x 3 takes 2.88; one group, 32 rows in three stages 2.34, 64 rows 2.69", 128, 64, True),
+    Row("hopper", 2, 64, Blocks(64, 16, 4, 3), "one warp group, 64 registers of dK and dV a thread; several programs an SM",
+        64, 64),
+    Row("hopper", 2, 128, Blocks(64, 16, 8, 2), "any block size: 128 keys of 128 leave no room for more rows"),
     Row("hopper", 2, 256, Blocks(32, 16, 8, 2), "8 bytes spilled at 192/128, where one stage spills 320; 136 KB"),
     Row("ampere", 2, 64, Blocks(32, 16, 8, 2), "192 registers; 64 rows spill 448 bytes"),
     Row("ampere", 2, 128, Blocks(64, 16, 8, 1), "no spill; two stages spill 48 bytes"),
@@ -88,12 +100,13 @@ def arch_class(cc: tuple[int, int] | None) -> str:
     return next((name for name, members in _CLASSES.items() if cc in members), "small")
 
 
-def pick(table: tuple[Row, ...], cc: tuple[int, int] | None, itemsize: int, d_pad: int) -> Blocks:
-    """The first row that serves; an arch without one uses "small"'s. Raises LookupError."""
+def pick(table: tuple[Row, ...], cc: tuple[int, int] | None, itemsize: int, d_pad: int, keys: int = 0) -> Row:
+    """The first row that serves; an arch without one uses "small"'s. `keys`: padded block size. Raises LookupError."""
     for arch in dict.fromkeys((arch_class(cc), "small")):
         for row in table:
-            if row.arch == arch and itemsize <= row.itemsize and d_pad <= row.d_pad:
-                return row.blocks
+            if (row.arch == arch and itemsize <= row.itemsize and row.least_d <= d_pad <= row.d_pad
+                    and row.keys in (None, keys)):
+                return row
     raise LookupError(f"no tile configuration for {itemsize}-byte elements at padded head dim {d_pad}")
 
 

@@ -14,6 +14,7 @@ import contextlib
 import importlib
 import inspect
 import itertools
+import os
 import sys
 import threading
 import types
@@ -28,6 +29,9 @@ _COPY = __package__ + ".interpreted_kernels"
 # One interpreter state (grid position, patched language) per process; compiling must not see the patched
 # language either.
 LOCK = threading.RLock()
+if hasattr(os, "register_at_fork"):
+    # A child made in the middle of a kernel would have the language half patched: a fork waits for its end.
+    os.register_at_fork(before=LOCK.acquire, after_in_parent=LOCK.release, after_in_child=LOCK.release)
 
 
 @cache
@@ -144,6 +148,26 @@ def _exact_bf16_casts() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _boolean_masks() -> Iterator[None]:
+    """A comparison of scalars that is broadcast over a tile arrives as int32 in some releases (3.9), and their loads and
+    stores then refuse the mask."""
+    from triton.runtime import interpreter
+
+    builder = interpreter.interpreter_builder
+    load, store = builder.create_masked_load, builder.create_masked_store
+
+    def boolean(mask: Any) -> Any:
+        return mask if mask.data.dtype == bool else interpreter.TensorHandle(mask.data.astype(bool), mask.dtype)
+
+    builder.create_masked_load = lambda ptrs, mask, *rest: load(ptrs, boolean(mask), *rest)
+    builder.create_masked_store = lambda ptrs, value, mask, *rest: store(ptrs, value, boolean(mask), *rest)
+    try:
+        yield
+    finally:
+        del builder.create_masked_load, builder.create_masked_store
+
+
+@contextlib.contextmanager
 def interpreting() -> Iterator[None]:
     """While this is open, interpretable kernels can be launched with ``kernel[grid](...)``; one thread at a
     time."""
@@ -159,6 +183,7 @@ def interpreting() -> Iterator[None]:
         _patch_language()
         undo.enter_context(_calls_without_repatching())
         undo.enter_context(_exact_bf16_casts())
+        undo.enter_context(_boolean_masks())
         yield
 
 

@@ -47,7 +47,12 @@ class NsaKernel(Kernel):
 
 @dataclass(frozen=True)
 class Geometry:
-    """Sizes of a call, from its bound record. One launch of the chain does the tokens [t0, t0 + tokens)."""
+    """Sizes of a call, from its bound record. One launch of the chain does the tokens [t0, t0 + tokens), in `parts` of
+    `span` tokens, see `kernels/nsa/map.py`.
+
+    Workspace may be sized at larger extents than those of a call, so regions are sized by bounds that grow with every
+    extent (`held_...`), which `parts * span` itself does not.
+    """
 
     batches: int      # of a batch stride: 1 when packed
     heads_kv: int
@@ -56,6 +61,8 @@ class Geometry:
     keys: int
     slots: int
     tokens: int       # most tokens of one launch
+    span: int
+    least_span: int   # what `span` would be if there were few blocks
     n_blocks: int
     n_seqs: int
     chunk_rows: int
@@ -63,18 +70,23 @@ class Geometry:
     itemsize: int
 
     @staticmethod
-    def make(desc: Selection, width: int, chunk_rows: int) -> Geometry:
-        """`width`: elements of a partial result."""
+    def make(desc: Selection, width: int, read: int, chunk_rows: int) -> Geometry:
+        """`width`: elements of a partial result; `read`: elements of a row's operands."""
         keys, rows, n_seqs = bind_dim(desc.seqlen_kv, None), bind_dim(desc.seqlen_q, None), bind_dim(desc.batch, None)
         n_seqs = max(n_seqs, 0)
         size, itemsize = desc.block_size, desc.q.dtype.itemsize
         batches, heads_kv, group = 1 if desc.packed else n_seqs, bind_dim(desc.heads_kv, None), max(desc.group, 1)
         pitch = cdiv(width, 16 // itemsize) * (16 // itemsize)
-        per_token = max(batches, 1) * heads_kv * group * max(desc.slots, 1) * pitch * itemsize
+        slots = max(desc.slots, 1)
+        per_token = max(batches, 1) * heads_kv * group * slots * pitch * itemsize
         most = max(configs.MIN_TOKENS, min(configs.MAX_TOKENS, configs.PARTIAL_BYTES // per_token // configs.MIN_TOKENS * configs.MIN_TOKENS))
+        tokens = min(rows, most)
         n_blocks = (keys // size + n_seqs + 2 if keys else 0) if desc.packed else cdiv(keys, size)
-        return Geometry(batches, heads_kv, group, rows, keys, desc.slots, min(rows, most), n_blocks, n_seqs, chunk_rows,
-                        pitch, itemsize)
+        least = cdiv(max(configs.PART_BYTES // (group * read * itemsize), 1), configs.MAP_TILE) * configs.MAP_TILE
+        wanted = max(least, configs.PART_ROWS * n_blocks // (slots * group))
+        tiles = cdiv(cdiv(tokens, cdiv(tokens, wanted)), configs.MAP_TILE) if tokens else 1
+        return Geometry(batches, heads_kv, group, rows, keys, desc.slots, tokens, tiles * configs.MAP_TILE, least, n_blocks,
+                        n_seqs, chunk_rows, pitch, itemsize)
 
     @property
     def problems(self) -> int:
@@ -83,12 +95,41 @@ class Geometry:
 
     @property
     def entries(self) -> int:
-        return self.tokens * self.slots
+        """Of a part."""
+        return self.span * self.slots
 
     @property
     def items(self) -> int:
-        """Work items per problem: every block's chunks, see `nsa_slots`."""
+        """Work items of a part: every block's chunks, see `nsa_slots`."""
         return self.entries * self.group // self.chunk_rows + self.n_blocks + 1
+
+    def parts(self, tokens: int) -> int:
+        return max(1, cdiv(tokens, self.span))
+
+    @property
+    def _most_parts(self) -> int:
+        return cdiv(self.tokens, self.least_span) + 1
+
+    @property
+    def held_tokens(self) -> int:
+        """At least parts * span."""
+        return self.tokens + self._most_parts * configs.MAP_TILE
+
+    @property
+    def held_blocks(self) -> int:
+        """At least parts * n_blocks: a part has so many tokens that a block has PART_ROWS rows on average."""
+        by_rows = self.tokens * max(self.slots, 1) * self.group // configs.PART_ROWS + 2 * self.n_blocks
+        return min(by_rows, self._most_parts * self.n_blocks)
+
+    @property
+    def held_rows(self) -> int:
+        """Partial rows of a launch."""
+        return self.problems * self.held_tokens * self.slots * self.group
+
+    @property
+    def held_items(self) -> int:
+        chunks = self.held_tokens * self.slots * self.group // self.chunk_rows
+        return self.problems * (chunks + self.held_blocks + self._most_parts)
 
     def launches(self) -> list[tuple[int, int]]:
         """(t0, tokens); one of no tokens where there are no queries."""
@@ -96,9 +137,10 @@ class Geometry:
 
     def map_regions(self) -> dict[str, int]:
         """Region -> numbers of 4 bytes."""
-        p, n = self.problems, self.n_blocks
-        return {"clean": p * self.entries, "tile_sums": p * cdiv(self.entries, configs.MAP_ENTRIES) * n, "totals": p * n,
-                "offsets": p * (n + 1), "rows": p * self.entries, "items": p * self.items}
+        p, entries = self.problems, self.problems * self.held_tokens * self.slots
+        marks = p * (self.held_tokens // configs.MAP_TILE) * self.n_blocks
+        return {"place": entries, "marks": marks, "tile_sums": marks, "totals": p * self.held_blocks,
+                "offsets": p * (self.held_blocks + self._most_parts), "rows": entries, "items": self.held_items}
 
 
 def regions(sizes: Mapping[str, int]) -> tuple[Region, ...]:
@@ -106,7 +148,7 @@ def regions(sizes: Mapping[str, int]) -> tuple[Region, ...]:
     return tuple(Region(name, max(nbytes, 16)) for name, nbytes in sizes.items())
 
 
-MAP_REGIONS = ("clean", "tile_sums", "totals", "offsets", "rows", "items")
+MAP_REGIONS = ("place", "marks", "tile_sums", "totals", "offsets", "rows", "items")
 
 
 def map_kernels(shared: NsaParams, target: Target) -> dict[str, NsaKernel]:
@@ -123,7 +165,7 @@ class Chain:
         self.values: dict[str, Any] = {
             "heads_kv": geometry.heads_kv, "group": geometry.group, "slots": geometry.slots, "n_seqs": geometry.n_seqs,
             "sk": geometry.keys, "off": off, "chunk_rows": geometry.chunk_rows, "n_blocks": geometry.n_blocks,
-            "n_items": geometry.items, "d": desc.head_dim, "dv": desc.head_dim_v, "scale": desc.scale_value,
+            "n_items": geometry.items, "n_entries": geometry.entries, "span": geometry.span, "d": desc.head_dim, "dv": desc.head_dim_v, "scale": desc.scale_value,
             **_index_strides(desc), **self._operand_strides()}
         fields = {n: n for n in ("q", "k", "v", "o", "do", "lse", "dlse")}
         fields |= {"index": "block_indices", "counts": "block_counts", "cu": "cu_seqlens"}
@@ -145,21 +187,22 @@ class Chain:
         return self.kernels[kernel].freeze(programs, {**self.values, **(values or {})},
                                            {**self.pointers, **(pointers or {})})
 
+    def place(self, t0: int, tokens: int) -> dict[str, int]:
+        """What every kernel of a launch is told about its tokens."""
+        return {"t0": t0, "n_tokens": tokens, "parts": self.g.parts(tokens)}
+
     def map(self, t0: int, tokens: int) -> list[FrozenKernel]:
         """The inverse map of one launch's tokens."""
-        g = self.g
-        entries = tokens * g.slots
-        tiles = cdiv(entries, configs.MAP_ENTRIES)
-        per_tile = self.kernels["nsa_clean"].constexprs["TOKENS"]
-        here = {"t0": t0, "n_tokens": tokens, "n_entries": entries, "n_tiles": tiles}
-        clean, groups, items = cdiv(tokens, per_tile), cdiv(g.n_blocks, configs.MAP_BLOCKS), cdiv(g.items, configs.MAP_ITEMS)
+        g, here = self.g, self.place(t0, tokens)
+        parts, tiles = here["parts"], g.span // configs.MAP_TILE
+        problems = g.problems * parts
+        groups, items = cdiv(g.n_blocks, configs.MAP_BLOCKS), cdiv(g.items, configs.MAP_ITEMS)
         return [
-            self.freeze("nsa_clean", clean * g.problems, {**here, "n_tiles": clean, "n_steps": _steps(g.n_seqs + 2)}),
-            self.freeze("nsa_count", tiles * g.problems, here),
-            self.freeze("nsa_scan", groups * g.problems, {**here, "n_groups": groups}),
-            self.freeze("nsa_offsets", g.problems, here),
-            self.freeze("nsa_scatter", tiles * g.problems, here),
-            self.freeze("nsa_slots", items * g.problems, {**here, "n_tiles": items, "n_steps": _steps(g.n_blocks)}),
+            self.freeze("nsa_clean", tiles * problems, {**here, "n_tiles": parts * tiles, "n_steps": _steps(g.n_seqs + 2)}),
+            self.freeze("nsa_scan", groups * problems, {**here, "n_groups": groups, "n_tiles": tiles}),
+            self.freeze("nsa_offsets", problems, here),
+            self.freeze("nsa_scatter", tiles * problems, {**here, "n_tiles": tiles}),
+            self.freeze("nsa_slots", items * problems, {**here, "n_tiles": items, "n_steps": _steps(g.n_blocks)}),
         ]
 
     def main(self, name: str, tensor: TensorDesc) -> dict[str, int]:

@@ -24,6 +24,8 @@ from .params import (
 
 _TRITON_TYPES = {"fp16": "fp16", "bf16": "bf16", "fp32": "fp32", "int32": "i32", "int64": "i64"}
 _MAIN = ("q", "k", "v", "o", "do", "dq", "dk", "dv")
+# Words of 32 blocks that a program of the map marks at a time: [tokens, slots, words] numbers in registers, 16 a thread.
+WORDS_TIMES_SLOTS = 64
 
 
 def pad_to_power(n: int, least: int = 16) -> int:
@@ -55,6 +57,7 @@ class NsaParams:
     want_dv: bool
     dot_fp32: bool             # interpreter only: it multiplies the raw bits of bf16
     blocks: Blocks
+    rows_first: bool = False   # backward: score tiles with queries as rows, else keys
 
     def __post_init__(self) -> None:
         wrong = [text for text, ok in self._rules() if not ok]
@@ -85,21 +88,15 @@ class NsaParams:
 
     def flags(self) -> dict[str, bool | int]:
         b = self.blocks
-        clean = max(1, _clean_tokens(self.slots_pad))
         return {
             "BS": self.block_size, "BS_PAD": pad_to_power(self.block_size), "GROUP": self.group, "SLOTS": self.slots_pad,
-            "TOKENS": clean,
+            "WORDS": max(1, WORDS_TIMES_SLOTS // self.slots_pad),
             "D_PAD": self.d_pad, "DV_PAD": self.dv_pad, "EVEN_D": self.even_d, "EVEN_DV": self.even_dv,
             "PACKED": self.cu is not None, "HAS_COUNTS": self.counts is not None, "HAS_LSE": self.stats,
             "HAS_DLSE": self.dlse, "FOLD": self.fold, "WANT_DQ": self.want_dq, "WANT_DK": self.want_dk,
             "WANT_DV": self.want_dv, "DOT_FP32": self.dot_fp32, "BLOCK_M": b.block_m, "STAGES": b.num_stages,
+            "UNROLL": b.num_stages, "ROWS_FIRST": self.rows_first,
         }
-
-
-def _clean_tokens(slots_pad: int) -> int:
-    from .configs_nsa import CLEAN_NUMBERS
-
-    return min(64, CLEAN_NUMBERS // (slots_pad * slots_pad))
 
 
 def nsa_params(desc: NsaSelectionDesc | NsaSelectionBwdDesc, *, interpreted: bool) -> NsaParams:
@@ -108,7 +105,7 @@ def nsa_params(desc: NsaSelectionDesc | NsaSelectionBwdDesc, *, interpreted: boo
     d, dv, itemsize = desc.head_dim, desc.head_dim_v, desc.q.dtype.itemsize
     unit_d = all(t.unit_last_stride for t in main)
     aligned = (unit_d and d * itemsize % HINT_BYTES == 0 and dv * itemsize % HINT_BYTES == 0
-               and all(is_aligned(t) for t in main))
+               and all(is_aligned(t, desc.packed) for t in main))
 
     def dtype(name: str) -> str | None:
         tensor = getattr(desc, name)
@@ -223,26 +220,23 @@ def map_specs() -> dict[str, KernelSpec]:
 
     specs = (
         _spec("map", "nsa_clean",
-              (("index_ptr", "index*"), ("counts_ptr", "counts*"), ("cu_ptr", "cu*"), ("clean_ptr", "int32*"),
-               *_strides("index", "bhts"), *_strides("counts", "bht"), ("stride_cu", "stride"),
-               *_ints("n_programs", "n_tiles", "heads_kv", "t0", "n_tokens", "slots", "n_seqs", "sk", "off", "n_steps")),
-              ("BS", "TOKENS", "SLOTS", "PACKED", "HAS_COUNTS"),
-              ("block_size", "slots_pad", "index", "counts", "cu")),
-        _spec("map", "nsa_count",
-              (("clean_ptr", "int32*"), ("tile_sums_ptr", "int32*"),
-               *_ints("n_programs", "n_tiles", "n_entries", "n_blocks")),
-              ("ENTRIES", "BLOCKS"), (), ENTRIES=c.MAP_ENTRIES, BLOCKS=c.MAP_BLOCKS),
+              (("index_ptr", "index*"), ("counts_ptr", "counts*"), ("cu_ptr", "cu*"), ("place_ptr", "int32*"),
+               ("marks_ptr", "int32*"), *_strides("index", "bhts"), *_strides("counts", "bht"), ("stride_cu", "stride"),
+               *_ints("n_programs", "n_tiles", "heads_kv", "t0", "n_tokens", "n_blocks", "slots", "n_seqs", "sk", "off",
+                      "n_steps")),
+              ("BS", "TILE", "SLOTS", "WORDS", "PACKED", "HAS_COUNTS"),
+              ("block_size", "slots_pad", "index", "counts", "cu"), TILE=c.MAP_TILE),
         _spec("map", "nsa_scan",
-              (("tile_sums_ptr", "int32*"), ("totals_ptr", "int32*"),
+              (("marks_ptr", "int32*"), ("tile_sums_ptr", "int32*"), ("totals_ptr", "int32*"),
                *_ints("n_programs", "n_groups", "n_tiles", "n_blocks")),
               ("TILES", "BLOCKS"), (), TILES=c.MAP_TILES, BLOCKS=c.MAP_BLOCKS),
         _spec("map", "nsa_offsets",
               (("totals_ptr", "int32*"), ("offsets_ptr", "int32*"), *_ints("n_programs", "n_blocks")),
               ("BLOCKS",), (), BLOCKS=c.MAP_SCAN),
         _spec("map", "nsa_scatter",
-              (("clean_ptr", "int32*"), ("tile_sums_ptr", "int32*"), ("offsets_ptr", "int32*"), ("rows_ptr", "int32*"),
-               *_ints("n_programs", "n_tiles", "n_entries", "n_blocks", "slots")),
-              ("ENTRIES", "PART", "SLOTS"), ("slots_pad",), ENTRIES=c.MAP_ENTRIES, PART=c.MAP_PART),
+              (("place_ptr", "int32*"), ("marks_ptr", "int32*"), ("tile_sums_ptr", "int32*"), ("offsets_ptr", "int32*"),
+               ("rows_ptr", "int32*"), *_ints("n_programs", "n_tiles", "n_entries", "n_blocks", "slots", "parts")),
+              ("TILE", "SLOTS"), ("slots_pad",), TILE=c.MAP_TILE),
         _spec("map", "nsa_slots",
               (("offsets_ptr", "int32*"), ("items_ptr", "int32*"),
                *_ints("n_programs", "n_tiles", "n_items", "n_blocks", "group", "chunk_rows", "n_steps")),
@@ -253,23 +247,22 @@ def map_specs() -> dict[str, KernelSpec]:
 
 _MAP_POINTERS: Table = (("rows_ptr", "int32*"), ("offsets_ptr", "int32*"), ("items_ptr", "int32*"), ("cu_ptr", "cu*"))
 _SHAPE_USES = ("dtype", "d_pad", "dv_pad", "even_d", "even_dv", "aligned", "unit_d")
-_LOOP_FLAGS = ("GROUP", "SLOTS", "BS", "BS_PAD", "BLOCK_M", "D_PAD", "DV_PAD", "EVEN_D", "EVEN_DV", "PACKED")
-_LOOP_INTS = ("n_programs", "n_items", "n_entries", "n_blocks", "heads_kv", "slots", "t0", "n_seqs", "sk", "off",
+_LOOP_FLAGS = ("GROUP", "BS", "BS_PAD", "BLOCK_M", "D_PAD", "DV_PAD", "EVEN_D", "EVEN_DV", "PACKED")
+_LOOP_INTS = ("n_programs", "n_items", "n_entries", "n_blocks", "heads_kv", "parts", "span", "t0", "n_seqs", "sk", "off",
               "chunk_rows")
 
 FWD_BLOCKS = _spec(
     "fwd", "nsa_fwd_blocks",
     (*((f"{n}_ptr", "io*") for n in "qkv"), ("part_o_ptr", "part*"), ("part_lse_ptr", "fp32*"), *_MAP_POINTERS,
      *_main("q", "k", "v"), ("stride_cu", "stride"), *_ints(*_LOOP_INTS, "d", "dv", "pitch"), ("scale", "fp32")),
-    (*_LOOP_FLAGS, "STAGES", "DOT_FP32"), (*_SHAPE_USES, "block_size", "group", "slots_pad", "cu", "dot_fp32"))
+    (*_LOOP_FLAGS, "STAGES", "DOT_FP32"), (*_SHAPE_USES, "block_size", "group", "cu", "dot_fp32"))
 
 COMBINE = _spec(
     "fwd", "nsa_combine",
-    (("part_o_ptr", "part*"), ("part_lse_ptr", "fp32*"), ("clean_ptr", "int32*"), ("o_ptr", "io*"), ("lse_ptr", "fp32*"),
+    (("part_o_ptr", "part*"), ("part_lse_ptr", "fp32*"), ("place_ptr", "int32*"), ("o_ptr", "io*"), ("lse_ptr", "fp32*"),
      *_main("o"), *_strides("lse", "bhs"),
-     *_ints("n_programs", "n_tiles", "heads_kv", "group", "slots", "t0", "n_tokens", "dv", "pitch")),
-    ("BLOCK_M", "SLOTS", "DV_PAD", "EVEN_DV", "HAS_LSE", "STAGES"),
-    ("dtype", "dv_pad", "even_dv", "aligned", "unit_d", "slots_pad", "stats"))
+     *_ints("n_programs", "n_tiles", "heads_kv", "group", "slots", "parts", "span", "t0", "n_tokens", "dv", "pitch")),
+    ("BLOCK_M", "UNROLL", "DV_PAD", "EVEN_DV", "HAS_LSE"), ("dtype", "dv_pad", "even_dv", "aligned", "unit_d", "stats"))
 
 PRE = _spec(
     "bwd", "nsa_bwd_pre",
@@ -284,19 +277,20 @@ BWD_BLOCKS = _spec(
     (*((f"{n}_ptr", "io*") for n in ("q", "k", "v", "do")), ("stats_ptr", "fp32*"), ("part_dq_ptr", "part*"),
      ("part_dk_ptr", "fp32*"), ("part_dv_ptr", "fp32*"), *_MAP_POINTERS, *_main("q", "k", "v", "do"),
      ("stride_cu", "stride"), *_ints(*_LOOP_INTS, "tq", "d", "dv", "pitch", "pitch_k", "pitch_v"), ("scale", "fp32")),
-    (*_LOOP_FLAGS, "FOLD", "WANT_DQ", "WANT_DK", "WANT_DV", "STAGES", "DOT_FP32"),
-    (*_SHAPE_USES, "block_size", "group", "slots_pad", "cu", "dot_fp32", "fold", "want_dq", "want_dk", "want_dv"))
+    (*_LOOP_FLAGS, "FOLD", "WANT_DQ", "WANT_DK", "WANT_DV", "ROWS_FIRST", "STAGES", "DOT_FP32"),
+    (*_SHAPE_USES, "block_size", "group", "cu", "dot_fp32", "fold", "want_dq", "want_dk", "want_dv",
+     "rows_first"))
 
 KEYS = _spec(
     "bwd", "nsa_bwd_keys",
     (("part_ptr", "fp32*"), ("sums_ptr", "fp32*"), ("offsets_ptr", "int32*"), ("cu_ptr", "cu*"), ("out_ptr", "io*"),
      *_main("out"), ("stride_cu", "stride"),
-     *_ints("n_programs", "n_items", "n_blocks", "heads_kv", "group", "n_seqs", "sk", "chunk_rows", "d"),
+     *_ints("n_programs", "n_items", "n_blocks", "heads_kv", "group", "parts", "n_seqs", "sk", "chunk_rows", "d"),
      ("pitch", "row32"), *_ints("earlier", "later")),
     ("BS", "BS_PAD", "D_PAD", "EVEN_D", "PACKED"), ("dtype", "d_pad", "even_d", "aligned", "unit_d", "block_size", "cu"))
 
 QUERIES = _spec(
     "bwd", "nsa_bwd_queries",
-    (("part_ptr", "part*"), ("clean_ptr", "int32*"), ("out_ptr", "io*"), *_main("out"),
-     *_ints("n_programs", "n_tiles", "heads_kv", "group", "slots", "t0", "n_tokens", "d", "pitch")),
-    ("BLOCK_M", "D_PAD", "EVEN_D", "STAGES"), ("dtype", "d_pad", "even_d", "aligned", "unit_d"))
+    (("part_ptr", "part*"), ("place_ptr", "int32*"), ("out_ptr", "io*"), *_main("out"),
+     *_ints("n_programs", "n_tiles", "heads_kv", "group", "slots", "parts", "span", "t0", "n_tokens", "d", "pitch")),
+    ("BLOCK_M", "UNROLL", "D_PAD", "EVEN_D"), ("dtype", "d_pad", "even_d", "aligned", "unit_d"))

@@ -85,7 +85,7 @@ def compressed_params(desc: NsaCompressedDesc | NsaCompressedBwdDesc, *, interpr
     d, dv, itemsize = desc.head_dim, desc.head_dim_v, desc.q.dtype.itemsize
     unit_d = all(t.unit_last_stride for t in main)
     aligned = (unit_d and d * itemsize % HINT_BYTES == 0 and dv * itemsize % HINT_BYTES == 0
-               and all(is_aligned(t) for t in main))
+               and all(is_aligned(t, desc.packed) for t in main))
     cu = desc.cu_seqlens
     return CmpParams(
         DTYPES[desc.q.dtype], pad_head_dim(d), pad_head_dim(dv), d == pad_head_dim(d), dv == pad_head_dim(dv), aligned,

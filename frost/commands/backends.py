@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
-from .common import FAILED, OK, UsageError, console, known_device, print_json, target_for
+from .common import (
+    FAILED,
+    OK,
+    UsageError,
+    console,
+    folder,
+    known_device,
+    print_json,
+    progress,
+    table,
+    target_for,
+    working,
+    writable,
+    writing,
+)
 
 
 def probe(device: str | None, gate_dir: Path | None, as_json: bool) -> int:
@@ -16,16 +29,16 @@ def probe(device: str | None, gate_dir: Path | None, as_json: bool) -> int:
     from ..registry import banner_facts
 
     known_device(device)
-    if gate_dir is not None and not gate_dir.is_dir():
-        raise UsageError(f"--gate-dir: given {gate_dir}, expected a folder")
-    reports = probe_backends(device=device, gate_dir=gate_dir)
-    facts = banner_facts(device=device, gate_dir=gate_dir)
+    folder("--gate-dir", gate_dir)
+    with working("probe", as_json):
+        reports = probe_backends(device=device, gate_dir=gate_dir)
+        facts = banner_facts(device=device, gate_dir=gate_dir)
     if as_json:
         print_json({"banner": dict(facts), "backends": [vars(r) for r in reports]})
         return OK
-    table = Table("backend", "available", "engine", "gate", "reason")
+    listed = table("backend", "available", "engine", "gate", "reason")
     for r in reports:
-        table.add_row(
+        listed.add_row(
             r.name,
             "yes" if r.available else "no",
             r.engine,
@@ -36,12 +49,27 @@ def probe(device: str | None, gate_dir: Path | None, as_json: bool) -> int:
     screen = console()
     for key, value in facts.items():
         screen.print(f"{key}: {value}", highlight=False)
-    screen.print(table)
+    screen.print(listed)
     return OK
 
 
+# What `benchmark_backends` calls the options.
+_OPTIONS = {
+    "batch": "--batch",
+    "seq": "--seq",
+    "n_heads": "--heads",
+    "n_kv_heads": "--kv-heads",
+    "head_dim": "--head-dim",
+    "iters": "--iters",
+    "dtype": "--dtype",
+}
+# What a device does in seconds.
+_BATCH = {"cpu": 1, "cuda": 4}
+_LENGTHS = {"cpu": (128,), "cuda": (512, 1024, 2048)}
+
+
 def bench(
-    batch: int,
+    batch: int | None,
     seqs: list[int],
     heads: int,
     kv_heads: int,
@@ -52,18 +80,20 @@ def bench(
     save: Path | None,
     as_json: bool,
 ) -> int:
-    """Every backend at every length. 1: nothing of ours could run, or something of ours was wrong."""
+    """Every backend at every length (none given: what suits the device). 1: nothing could run, or
+    something of ours was wrong.
+    """
     from ..report.facts import bench_facts
     from ..report.saved import Saved, write_saved
 
-    if device is not None:
-        target_for(device)
+    target = target_for(device)
+    writable("--save", save)
     made = []
-    for seq in seqs:
+    for seq in seqs or _LENGTHS[target.device]:
         try:
             made.append(
                 bench_facts(
-                    batch,
+                    _BATCH[target.device] if batch is None else batch,
                     seq,
                     heads,
                     kv_heads,
@@ -75,9 +105,10 @@ def bench(
                 )
             )
         except (ValueError, TypeError) as e:
-            raise UsageError(str(e)) from e
+            raise UsageError(_in_options(str(e))) from e
     if save is not None:
-        write_saved(save, Saved(benchmarks=made))
+        with writing("--save", save):
+            write_saved(save.resolve(), Saved(benchmarks=made))
     wrong = [
         r
         for case in made
@@ -91,20 +122,27 @@ def bench(
         return code
     screen = console()
     for case in made:
-        table = Table("backend", "ms", "TFLOP/s", "pinned ms", "", title=case["title"])
+        listed = table("backend", "ms", "TFLOP/s", "pinned ms", "", title=case["title"])
         for r in case["rows"]:
-            table.add_row(
+            listed.add_row(
                 r["candidate"],
                 _number(r["ms"], ".4f"),
-                _number(r["tflops"], ".1f"),
+                _number(r["tflops"], ".3g"),
                 _number(r["pinned_ms"], ".4f"),
                 r.get("note", "") if r["status"] == "ok" else r["status"],
                 style="red" if r in wrong else None,
             )
-        screen.print(table)
+        screen.print(listed)
     if save is not None:
         screen.print(f"saved to {save}", highlight=False)
     return code
+
+
+def _in_options(text: str) -> str:
+    """An error of `benchmark_backends` in the words of the command line."""
+    name, colon, rest = text.partition(":")
+    text = f"{_OPTIONS.get(name, name)}{colon}{rest}"
+    return re.sub(r"(?<!-)\bn_(kv_)?heads\b", lambda m: _OPTIONS[m[0]], text)
 
 
 def _number(value: Any, form: str) -> str:
@@ -113,9 +151,8 @@ def _number(value: Any, form: str) -> str:
 
 def _bar(total: int) -> Any:
     from rich.markup import escape
-    from rich.progress import Progress
 
-    bar = Progress(console=console(stderr=True), transient=True)
+    bar = progress()
     task = bar.add_task("benchmark", total=total)
 
     class Steps:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rich.table import Table
-
-from .common import OK, console, print_json
+from .common import OK, console, print_json, table
 
 # What compiled kernels, their locks and interrupted writes are called.
 _FILES = ("*.frostk", "*.lock", ".tmp-*")
@@ -14,6 +12,13 @@ _FILES = ("*.frostk", "*.lock", ".tmp-*")
 
 def _files(folder: Path | None) -> list[Path]:
     return [] if folder is None else sorted({p for pattern in _FILES for p in folder.glob(pattern)})
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:  # another process deleted it meanwhile
+        return 0
 
 
 def info(as_json: bool) -> int:
@@ -26,7 +31,7 @@ def info(as_json: bool) -> int:
         "cache_dir": _text(env.cache_dir()),
         "kernel_dir": _text(folder),
         "kernels": len(kernels),
-        "kernel_bytes": sum(p.stat().st_size for p in kernels),
+        "kernel_bytes": sum(map(_size, kernels)),
         "gate_dir": _text(gate_dir),
         "gates": len(list(gate_dir.glob("*.json"))) if gate_dir is not None else 0,
         "plan_cache_size": env.plan_cache_size(),
@@ -34,10 +39,10 @@ def info(as_json: bool) -> int:
     if as_json:
         print_json(facts)
         return OK
-    table = Table(show_header=False)
+    listed = table("", "", show_header=False)
     for name, value in facts.items():
-        table.add_row(name.replace("_", " "), "none (kept in memory only)" if value is None else str(value))
-    console().print(table)
+        listed.add_row(name.replace("_", " "), "none (kept in memory only)" if value is None else str(value))
+    console().print(listed)
     return OK
 
 

@@ -5,9 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
-from .common import FAILED, OK, UsageError, console, print_json
+from .common import (
+    FAILED,
+    OK,
+    CommandError,
+    UsageError,
+    console,
+    folder,
+    not_makeable,
+    print_json,
+    table,
+    target_for,
+    usage,
+)
 
 
 def engine_named(name: str) -> Any:
@@ -16,28 +26,47 @@ def engine_named(name: str) -> Any:
     try:
         return registry.get(name)
     except ValueError as e:
-        raise UsageError(str(e)) from e
+        raise usage("ENGINE", e, "engines") from e
+
+
+_ON_A_CPU = "note: on a CPU an engine's kernels run in an interpreter: it takes long, and the gate holds on a CPU only"
+
+
+def _folder_for(out: Path | None) -> None:
+    """Where the gates will go, before minutes go into them. Raises GateError as writing one would."""
+    from .. import env
+    from ..errors import GateError
+
+    where = env.gate_dir() if out is None else out
+    if where is None:
+        raise GateError("gate folder: none here (no home folder, or FROST_CACHE_DIR=off); pass --out FOLDER")
+    problem = not_makeable(where)
+    if problem:
+        raise GateError(
+            f"gate folder: given {where}, expected one that can be written ({problem}); pass --out FOLDER"
+        )
 
 
 def run(engine_name: str, device: str | None, ops: list[str], out: Path | None, as_json: bool) -> int:
-    import torch
-
     from .. import gates
     from ..equivalence import ConfigResult, gated_ops, run_gate_with_progress
 
     engine = engine_named(engine_name)
     if not engine.gated:
-        raise UsageError(f"engine: given {engine.name!r}, which needs no gate, expected one that does")
+        raise UsageError(f"ENGINE: given {engine.name!r}, which needs no gate, expected one that does")
     known = [op for op in sorted({adapter.op for adapter in engine.adapters()}) if op in gated_ops()]
     unknown = [op for op in ops if op not in known]
     if unknown:
         raise UsageError(f"--op: given {unknown[0]!r}, expected one of {known}")
-    try:
-        target = gates.target_of(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except ValueError as e:
-        raise UsageError(f"--device: {e}") from e
+    target = target_for(device)
+    missing = engine.unavailable(target)
+    if missing is not None:
+        raise CommandError(f"ENGINE: given {engine.name!r}, which is not available on {target}: {missing}")
+    _folder_for(out)
     screen, report, failed = console(), [], False
-    for op in ops or known:
+    if target.device == "cpu" and not as_json:
+        console(stderr=True).print(_ON_A_CPU)
+    for op in dict.fromkeys(ops or known):
         if not as_json:
             screen.print(f"gate {engine.name}:{op} on {target}")
 
@@ -93,16 +122,17 @@ def check(engine: str | None, gate_dir: Path | None, as_json: bool) -> int:
 
     if engine is not None:
         engine_named(engine)
+    folder("--gate-dir", gate_dir)
     rows = gates.check_shipped(engine, gate_dir)
     bad = sum(not r.ok for r in rows)
     if as_json:
         print_json({"ok": not bad, "gates": [{**vars(r), "ok": r.ok} for r in rows]})
     else:
-        table = Table("gate", "", "reason")
+        listed = table("gate", "", "reason")
         for r in rows:
-            table.add_row(r.name, r.verdict.upper(), r.reason, style=None if r.ok else "red")
+            listed.add_row(r.name, r.verdict.upper(), r.reason, style=None if r.ok else "red")
         screen = console()
-        screen.print(table)
+        screen.print(listed)
         screen.print(f"{len(rows)} checked, {bad} failed" if rows else "no engine here needs a gate")
     return FAILED if bad else OK
 
@@ -115,6 +145,7 @@ def listing(engine: str | None, gate_dir: Path | None, as_json: bool) -> int:
 
     if engine is not None:
         engine_named(engine)
+    folder("--gate-dir", gate_dir)
     files = list(gates.iter_gates(gate_dir, engine=engine))
     if as_json:
         print_json(
@@ -125,13 +156,13 @@ def listing(engine: str | None, gate_dir: Path | None, as_json: bool) -> int:
             ]
         )
         return OK
-    table = Table("engine", "op", "environment", "verdict", "date", "covers", "file")
+    listed = table("engine", "op", "environment", "verdict", "date", "covers", "file")
     for f in files:
         g = f.gate
         if g is None:
-            table.add_row("", "", "", "damaged", "", f.problem, str(f.path), style="red")
+            listed.add_row("", "", "", "damaged", "", f.problem, str(f.path), style="red")
             continue
-        table.add_row(
+        listed.add_row(
             g.engine,
             g.op,
             ", ".join(f"{k} {v}" for k, v in sorted(g.environment.items())),
@@ -140,5 +171,5 @@ def listing(engine: str | None, gate_dir: Path | None, as_json: bool) -> int:
             f"{len(g.shapes_covered)} configurations",
             str(f.path),
         )
-    console().print(table if files else "no gates in " + ", ".join(map(str, gates.gate_dirs(gate_dir))))
+    console().print(listed if files else "no gates in " + ", ".join(map(str, gates.gate_dirs(gate_dir))))
     return OK

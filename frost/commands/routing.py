@@ -2,36 +2,44 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
+from .common import FAILED, OK, UsageError, console, print_json, reading, table
 
-from .common import FAILED, OK, UsageError, console, print_json
+_EXPECTED = "a routing dump, as `pytest --frost-routing=FILE` and frost.routing.dump write it"
+
+
+def _load(option: str, path: Path) -> Any:
+    from .. import routing
+
+    with reading(option, path, _EXPECTED):
+        return routing.load(path)
 
 
 def show(files: list[Path], as_json: bool) -> int:
     from .. import routing
 
-    dump = routing.merge(files)
+    dump = routing.merge_dumps([_load("FILE", path) for path in files])
     shares = routing.shares(dump.stats)
     if as_json:
         print_json(dump.to_wire() | {"shares": shares})
         return OK
     screen = console()
-    table = Table("engine", "op", "lowerings", "share of all", "plan-cache hits", title=dump.suite or None)
+    listed = table("engine", "op", "lowerings", "share of all", "plan-cache hits", title=dump.suite or None)
     for key in sorted({*dump.stats, *dump.stats.cache_hits}):
         engine, _, op = key.partition(":")
         share = dump.stats[key] / dump.stats.lowerings if dump.stats.lowerings else 0.0
         hits = dump.stats.cache_hits.get(key, 0)
-        table.add_row(engine, op, str(dump.stats[key]), f"{share:.1%}", str(hits))
-    screen.print(table)
+        listed.add_row(engine, op, str(dump.stats[key]), f"{share:.1%}", str(hits))
+    screen.print(listed)
     if dump.stats.declines:
-        table = Table("declined", "field", "times", "latest reason")
+        listed = table("declined", "field", "times", "latest reason")
         for key, fields in sorted(dump.stats.declines.items()):
             for name, n in sorted(fields.items(), key=lambda item: -item[1]):
-                table.add_row(key, name, str(n), dump.stats.texts.get(key, {}).get(name, ""))
-        screen.print(table)
+                listed.add_row(key, name, str(n), dump.stats.texts.get(key, {}).get(name, ""))
+        screen.print(listed)
     text = ", ".join(f"{engine} {share:.1%}" for engine, share in shares.items())
     screen.print(f"shares: {text or 'nothing was lowered'}")
     return OK
@@ -41,12 +49,9 @@ def diff(before: Path, after: Path, tolerance: float, as_json: bool) -> int:
     """0: the same; 1: an engine's share of an op moved by more than the tolerance; 2: a file cannot be
     read.
     """
-    from .. import routing
-
-    try:
-        a, b = (routing.load(p).stats for p in (before, after))
-    except (OSError, routing.RoutingError) as e:
-        raise UsageError(str(e)) from e  # as diff(1): trouble is 2, so that 1 means a difference
+    if not (math.isfinite(tolerance) and tolerance >= 0):
+        raise UsageError(f"--tolerance: given {tolerance}, expected a share between 0 and 1")
+    a, b = (_load("A B", p).stats for p in (before, after))
     rows = _rows(a, b)
     moved = [r for r in rows if abs(r["share_after"] - r["share_before"]) > tolerance]
     declines = _declines(a.declines, b.declines)
@@ -54,10 +59,10 @@ def diff(before: Path, after: Path, tolerance: float, as_json: bool) -> int:
         print_json({"same": not moved, "rows": rows, "declines": declines})
         return FAILED if moved else OK
     screen = console()
-    table = Table("engine", "op", "lowerings", "share of the op", "")
+    listed = table("engine", "op", "lowerings", "share of the op", "")
     for r in rows:
         change = r["share_after"] - r["share_before"]
-        table.add_row(
+        listed.add_row(
             r["engine"],
             r["op"],
             f"{r['before']} -> {r['after']}",
@@ -65,12 +70,12 @@ def diff(before: Path, after: Path, tolerance: float, as_json: bool) -> int:
             "" if r not in moved else f"{change:+.1%}",
             style="red" if r in moved else None,
         )
-    screen.print(table)
+    screen.print(listed)
     if declines:
-        table = Table("declined", "field", "times")
+        listed = table("declined", "field", "times")
         for d in declines:
-            table.add_row(d["key"], d["field"], f"{d['before']} -> {d['after']}")
-        screen.print(table)
+            listed.add_row(d["key"], d["field"], f"{d['before']} -> {d['after']}")
+        screen.print(listed)
     screen.print(f"{len(moved)} shares moved" if moved else "the same shares")
     return FAILED if moved else OK
 

@@ -99,7 +99,9 @@ def _layers(ids: Sequence[int], edges: Sequence[Sequence[Any]]) -> list[list[int
     for i in ids:  # an input sits right above what first reads it
         if not before[i] and after[i]:
             depth[i] = min(depth[j] for j in after[i]) - 1
-    layers = [[i for i in ids if depth[i] == d] for d in range(max(depth.values(), default=-1) + 1)]
+    layers: list[list[int]] = [[] for _ in range(max(depth.values(), default=-1) + 1)]
+    for i in ids:
+        layers[depth[i]].append(i)
     column: dict[int, float] = {}
     for layer in layers:
         layer.sort(
@@ -166,7 +168,7 @@ def bars_svg(rows: Sequence[Mapping[str, Any]], ceilings: Sequence[Mapping[str, 
     fastest = max(speeds, default=1.0)
     # A ceiling far above every bar would leave only slivers of them: it is told in words.
     near = [c for c in ceilings if good(c["tflops"]) and c["tflops"] <= 8 * fastest]
-    top_speed = max([fastest, *(c["tflops"] for c in near)]) * 1.04
+    top_speed = max([fastest, *(c["tflops"] for c in near)]) * 1.04 or 1.0
     left, width, row, head = 190.0, 620.0, 24.0, 14.0 + 15.0 * len(near)
     parts = []
     for i, r in enumerate(rows):
@@ -179,7 +181,7 @@ def bars_svg(rows: Sequence[Mapping[str, Any]], ceilings: Sequence[Mapping[str, 
                 if r["candidate"].startswith("frost[") or r["candidate"] in ("triton", "sm80")
                 else "peer"
             )
-            words = f"{_speed(r['tflops'])} TFLOP/s, {r['ms']:.4g} ms"
+            words = f"{_speed(r['tflops'])} TFLOP/s" + (f", {r['ms']:.4g} ms" if good(r["ms"]) else "")
             parts += [
                 f'<rect class="bar {ours}" x="{left}" y="{y + 3:.1f}" width="{w:.1f}" height="{row - 7}">'
                 f"{_title(r['candidate'] + ': ' + words)}</rect>",
@@ -206,7 +208,9 @@ def _speed(value: float) -> str:
 
 
 def _range(c: Mapping[str, Any]) -> str:
-    low, high = c.get("low", c["tflops"]), c["tflops"]
+    low, high = c.get("low"), c["tflops"]
+    if low is None:
+        low = high
     return _speed(high) if low == high else f"{_speed(low)}–{_speed(high)}"
 
 

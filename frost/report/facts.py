@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
 import platform
@@ -12,11 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from descriptors import LIMITS, WireError
+from descriptors.limits import check_count, read_limited, shown
+
 from .. import backend_bench, gates, routing
 from .._version import __version__
 from ..draw import _labels
 from ..plan_key import key_text
 from ..sdpa_baseline import SHAPE, load_sdpa_baseline, sdpa_baseline_info
+from .saved import SavedError
 
 if TYPE_CHECKING:
     from ..graph import Graph
@@ -279,7 +284,7 @@ def baseline_facts() -> list[Facts]:
         out.append(
             {
                 "title": f"pinned baseline: b{b} h{hq}/{hk} s{s} d{d} causal bf16 forward, "
-                "{info['card']}, torch {info['torch']}",
+                f"{info['card']}, torch {info['torch']}",
                 "card": info["card"],
                 "dtype": "bf16",
                 "rows": rows,
@@ -291,27 +296,12 @@ def baseline_facts() -> list[Facts]:
 
 def csv_facts(path: Path) -> list[Facts]:
     """The cases of a CSV that `python -m tools.bench --csv` wrote, one benchmark per case and direction.
-    Raises ValueError naming the file where its columns are others, and OSError.
+    Raises SavedError (a ValueError) naming the file for anything else, and OSError.
     """
-    with path.open(newline="") as f:
-        reader = csv.DictReader(f)
-        missing = {
-            "suite",
-            "case",
-            "direction",
-            "candidate",
-            "status",
-            "ms",
-            "tflops",
-            "check",
-            "card",
-            "dtype",
-        } - set(reader.fieldnames or ())
-        if missing:
-            raise ValueError(
-                f"{path}: expected the columns of `python -m tools.bench --csv`, it lacks {sorted(missing)}"
-            )
-        lines = [line for line in reader if line["suite"] != "host"]
+    try:
+        lines = [line for line in _csv_lines(path) if line["suite"] != "host"]
+    except (WireError, UnicodeDecodeError, csv.Error) as e:
+        raise SavedError(f"{path}: {e}") from e
     cases: dict[tuple[str, str, str], Facts] = {}
     for line in lines:
         key = (line["suite"], line["case"], line["direction"])
@@ -330,8 +320,8 @@ def csv_facts(path: Path) -> list[Facts]:
         case["rows"].append(
             {
                 "candidate": line["candidate"],
-                "ms": _number(line["ms"]),
-                "tflops": _number(line["tflops"]),
+                "ms": _number(line["ms"], path),
+                "tflops": _number(line["tflops"], path),
                 "pinned_ms": None,
                 "status": "ok" if line["status"] == "ok" else f"{line['status']}: {line['check']}",
             }
@@ -339,5 +329,36 @@ def csv_facts(path: Path) -> list[Facts]:
     return list(cases.values())
 
 
-def _number(text: str) -> float:
-    return float(text) if text else math.nan
+_CSV_COLUMNS = frozenset(
+    ("suite", "case", "direction", "candidate", "status", "ms", "tflops", "check", "card", "dtype")
+)
+
+
+def _csv_lines(path: Path) -> list[dict[str, str]]:
+    """Raises SavedError, WireError, UnicodeDecodeError or csv.Error."""
+    limits = LIMITS["benchmark CSV"]
+    text = read_limited(path, limits).decode()
+    reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
+    names = list(reader.fieldnames or ())
+    check_count("columns", len(names), limits)
+    if not _CSV_COLUMNS <= set(names):
+        missing = sorted(_CSV_COLUMNS - set(names))
+        raise SavedError(f"{path}: expected the columns of `python -m tools.bench --csv`, it lacks {missing}")
+    lines = []
+    for line in reader:
+        if None in line or None in line.values():
+            raise SavedError(f"{path}: line {reader.line_num}: expected {len(names)} columns")
+        if max(map(len, line.values())) > limits.max_text:
+            raise SavedError(f"{path}: line {reader.line_num}: expected texts of at most {limits.max_text} characters")
+        lines.append(line)
+        check_count("rows", len(lines), limits)
+        if len(lines) * len(names) > limits.max_values:
+            raise SavedError(f"{path}: given more than {limits.max_values} values")
+    return lines
+
+
+def _number(text: str, path: Path) -> float:
+    try:
+        return float(text) if text else math.nan
+    except ValueError:
+        raise SavedError(f"{path}: given {shown(text)}, expected a number or nothing") from None

@@ -228,12 +228,12 @@ def _routing(suites: Sequence[dict[str, Any]]) -> str:
                     op,
                     n,
                     100.0 * n / total if total else 0.0,
-                    s.get("cache_hits", {}).get(key, 0),
+                    (s.get("cache_hits") or {}).get(key, 0),
                 )
             )
         for key, fields in sorted(s["declines"].items()):
             declines += [
-                (s["suite"], key, name, n, s.get("texts", {}).get(key, {}).get(name, ""))
+                (s["suite"], key, name, n, (s.get("texts") or {}).get(key, {}).get(name, ""))
                 for name, n in fields.items()
             ]
     out = (

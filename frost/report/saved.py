@@ -10,14 +10,18 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from descriptors import LIMITS, FrostError, WireError, parse_json
+from descriptors.limits import read_limited
 from engines.template_loader import write_atomically
+
+from .saved_fields import problems
 
 SCHEMA = 1
 KIND = "frost-run"
-MAX_BYTES = 64 << 20
+_LIMITS = LIMITS["saved run"]
 
 
-class SavedError(ValueError):
+class SavedError(FrostError, ValueError):
     """A file that is no saved run, or is damaged."""
 
 
@@ -32,16 +36,6 @@ class Saved:
     routing: list[dict[str, Any]] = field(default_factory=list)
     gates: list[dict[str, Any]] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
-
-
-_KINDS = {f.name: dict if f.name == "environment" else list for f in fields(Saved)}
-# What the page reads of each item; anything else may be there or not.
-_NEEDED = {
-    "graphs": ("name", "target", "nodes", "edges", "routes", "steps", "workspace"),
-    "benchmarks": ("title", "rows", "ceilings"),
-    "routing": ("suite", "counts", "shares", "declines"),
-    "gates": ("name", "engine", "op", "verdict"),
-}
 
 
 def write_saved(path: Path, saved: Saved) -> Path:
@@ -67,40 +61,63 @@ def load_saved(path: Path) -> Saved:
     """Raises SavedError, naming the file, for anything but a whole saved run, and OSError where it cannot
     be read.
     """
-    if path.stat().st_size > MAX_BYTES:
-        raise SavedError(f"{path}: given {path.stat().st_size} bytes, expected at most {MAX_BYTES}")
     try:
-        content = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as e:
-        raise SavedError(f"{path}: not valid JSON ({e})") from e
+        content = parse_json(read_limited(path, _LIMITS), _LIMITS)
+    except WireError as e:
+        raise SavedError(f"{path}: {e}") from e
     if not isinstance(content, dict) or content.get("kind") != KIND or content.get("schema") != SCHEMA:
         raise SavedError(
             f"{path}: expected a saved run of schema {SCHEMA}, as `frost run --save` and `frost bench "
             "--save` write it"
         )
-    for name, kind in _KINDS.items():
-        if not isinstance(content.get(name), kind):
-            raise SavedError(f"{path}: {name}: expected a {kind.__name__}")
-        for item in content[name] if kind is list else ():
-            missing = [n for n in _NEEDED[name] if not isinstance(item, dict) or n not in item]
-            if missing:
-                raise SavedError(f"{path}: {name}: an item without {', '.join(missing)}")
-    return Saved(**{name: content[name] for name in _KINDS})
+    bad = next(problems(content), None)
+    if bad is not None:
+        raise SavedError(f"{path}: {bad}")
+    return Saved(**{f.name: content[f.name] for f in fields(Saved)})
 
 
 def merge_saved(parts: Iterable[Saved]) -> Saved:
-    """Several runs as one: lists joined, the same gate once, environments side by side where they differ."""
+    """Several runs as one: what is the same is there once, environments are side by side where they differ."""
     out = Saved()
+    kept: set[str] = set()
+    plans: dict[str, list[dict[str, Any]]] = {}
     for part in parts:
-        out.graphs += part.graphs
-        out.benchmarks += part.benchmarks
-        out.routing += part.routing
-        out.gates += [g for g in part.gates if g not in out.gates]
+        for graph in part.graphs:
+            _add_graph(graph, plans, out.graphs)
+        for name in ("benchmarks", "routing", "gates"):
+            for item in getattr(part, name):
+                text = name + _content(item)
+                if text not in kept:
+                    kept.add(text)
+                    getattr(out, name).append(item)
         for name, value in part.environment.items():
             seen = out.environment.setdefault(name, value)
             if value not in seen.split(" | "):
                 out.environment[name] = f"{seen} | {value}"
     return out
+
+
+def _content(item: Any) -> str:
+    return json.dumps(_plain(item), sort_keys=True)
+
+
+def _plan_content(graph: dict[str, Any]) -> str:
+    """What a plan is, without how it came about and what one run of it measured."""
+    routes = [{n: v for n, v in r.items() if n != "cache_hit"} for r in graph["routes"]]
+    return _content({**{n: v for n, v in graph.items() if n not in ("cache_hit", "run")}, "routes": routes})
+
+
+def _add_graph(graph: dict[str, Any], plans: dict[str, list[dict[str, Any]]], out: list[dict[str, Any]]) -> None:
+    """A plan once, with its run where there is one; once more for each run that measured something else."""
+    same = plans.setdefault(_plan_content(graph), [])
+    run = graph.get("run")
+    if same and (run is None or any(_content(g.get("run")) == _content(run) for g in same)):
+        return
+    if same and same[0].get("run") is None:
+        same[0]["run"] = run
+        return
+    same.append(dict(graph))
+    out.append(same[-1])
 
 
 def now() -> str:

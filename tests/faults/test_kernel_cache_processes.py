@@ -3,22 +3,18 @@ where Triton can compile."""
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
-import textwrap
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import finish, start, wait_until
 
-ROOT = Path(__file__).resolve().parents[2]
-RANKS = 8
+RANKS = 16
 
-# A stand-in kernel, so that eight processes take no minutes; the compile takes long enough for all to meet in
-# it.
+# A stand-in kernel, so that sixteen processes take no minutes; the compile takes long enough for all to meet
+# in it.
 STAND_IN = """
     import sys, time
     from pathlib import Path
@@ -37,29 +33,7 @@ STAND_IN = """
 """
 
 
-def start(script: str, *args: object, **env: str) -> subprocess.Popen[str]:
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(script), *map(str, args)],
-        cwd=ROOT,
-        text=True,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **env},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-
-
-def finish(process: subprocess.Popen[str], timeout: float = 120) -> tuple[str, str]:
-    try:
-        out, err = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        raise
-    assert process.returncode == 0, f"exit status {process.returncode}\n{err}"
-    return out, err
-
-
-def test_eight_processes_on_one_empty_folder(tmp_path: Path) -> None:
+def test_sixteen_processes_on_one_empty_folder(tmp_path: Path) -> None:
     """triton#11512: parallel ranks lose files between list and read. Every kernel is built once, by whoever
     came first, and nothing but whole bundles is left."""
     folder, gate = tmp_path / "kernels", tmp_path / "go"
@@ -89,17 +63,70 @@ def test_a_process_killed_in_the_middle_of_a_build(tmp_path: Path) -> None:
         print("done")
     """
     first = start(script, tmp_path, 600)
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "building").exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until((tmp_path / "building").exists)
     first.send_signal(signal.SIGKILL)
-    first.wait(timeout=30)
+    first.communicate(timeout=30)
     (tmp_path / "building").unlink()
     begun = time.monotonic()
     out, err = finish(start(script, tmp_path, 0))
     assert out.strip() == "done" and not err.strip() and time.monotonic() - begun < 50
     (tmp_path / "building").unlink()
     assert [p.suffix for p in tmp_path.iterdir()] == [".frostk"]
+
+
+def test_a_process_killed_in_the_middle_of_a_write(tmp_path: Path) -> None:
+    """Half a file under a temporary name: never taken for a kernel, and `frost cache clear` takes it away."""
+    script = """
+        import os, signal, sys
+        from pathlib import Path
+        from engines import template_loader
+        from engines.template_loader import Bundle, KernelKey, TemplateLoader
+        folder = Path(sys.argv[1])
+        if len(sys.argv) > 2:
+            template_loader.os.replace = lambda *a: os.kill(os.getpid(), signal.SIGKILL)
+        made = TemplateLoader(lambda: folder)
+        made.get(KernelKey("e", "k", (), "sm_90", "d"), lambda: Bundle(b"code", {}))
+        print(made.stats.kernels_compiled, made.stats.rebuilt)
+    """
+    kernels = tmp_path / "kernels"
+    first = start(script, kernels, "die")
+    first.communicate(timeout=60)
+    assert first.returncode == -signal.SIGKILL
+    assert [p.name[:5] for p in kernels.iterdir() if p.suffix == ".frostk"] == [".tmp-"]
+    assert finish(start(script, kernels)) == ("1 0\n", "")
+    assert finish(start(script, kernels)) == ("0 0\n", "")
+    out, _ = finish(start("from frost.cli import main\nmain(['cache', 'clear'])", FROST_CACHE_DIR=str(tmp_path)))
+    assert "2 files deleted" in out and list(kernels.iterdir()) == []
+
+
+def test_a_builder_that_hangs_holds_nobody_up_for_long(tmp_path: Path) -> None:
+    """It still holds the lock, so waiting for it is bounded: after that the kernel is built here too, and said."""
+    script = """
+        import logging, sys, time
+        from pathlib import Path
+        logging.basicConfig(level=logging.WARNING, format="%(message)s")
+        from engines import template_loader
+        from engines.template_loader import Bundle, KernelKey, TemplateLoader
+        template_loader.LOCK_WAIT_S = 1.0
+        folder = Path(sys.argv[1])
+        def build():
+            (folder / "building").touch()
+            time.sleep(float(sys.argv[2]))
+            return Bundle(b"code", {})
+        TemplateLoader(lambda: folder).get(KernelKey("e", "k", (), "sm_90", "d"), build)
+        print("done")
+    """
+    hung = start(script, tmp_path, 600)
+    try:
+        wait_until((tmp_path / "building").exists)
+        hung.send_signal(signal.SIGSTOP)
+        begun = time.monotonic()
+        out, err = finish(start(script, tmp_path, 0))
+        assert out.strip() == "done" and err.count("waited long enough") == 1
+        assert 1.0 <= time.monotonic() - begun < 40
+    finally:
+        hung.kill()
+        hung.communicate(timeout=30)
 
 
 ATTENTION = """
@@ -133,6 +160,44 @@ def attention(**env: str) -> tuple[list[int], str]:
     if out.strip() == "skip":
         pytest.skip("Triton's compiler is not available here")
     return [int(n) for n in out.split()], err
+
+
+def test_sixteen_processes_compile_a_real_kernel_once(tmp_path: Path) -> None:
+    """As above, with attention for sm_90. The processes are forks of one that has imported everything."""
+    script = f"""
+        import os, sys, time
+        from pathlib import Path
+        from frost import cache
+        from frost.graph import Graph
+        from engines import registry
+        from engines.base import Target
+        target = Target.cuda((9, 0))
+        if registry.get("triton").unavailable(target):
+            print("skip")
+            sys.exit()
+        import triton.compiler
+        gate, pids = Path(sys.argv[1]), []
+        for rank in range({RANKS}):
+            pid = os.fork()
+            if pid == 0:
+                while not gate.exists():
+                    time.sleep(0.001)
+                g = Graph()
+                q, k, v = (g.tensor(n, (1, 1, 8, 16), dtype="fp16") for n in "qkv")
+                g.output(g.sdpa(q, k, v)[0], name="o")
+                g.compile(target, engines=["triton"], gates="off")
+                info = cache.info()
+                os.write(1, f"{{info.kernels_compiled}} {{info.disk_hits}}\\n".encode())
+                os._exit(0)
+            pids.append(pid)
+        gate.touch()
+        sys.exit(any(os.waitpid(pid, 0)[1] for pid in pids))
+    """
+    out, err = finish(start(script, tmp_path / "go", FROST_CACHE_DIR=str(tmp_path / "cache")))
+    if out.strip() == "skip":
+        pytest.skip("Triton's compiler is not available here")
+    assert sorted(out.splitlines()) == ["0 1"] * (RANKS - 1) + ["1 0"] and not err.strip(), err
+    assert [p.suffix for p in (tmp_path / "cache" / "kernels").iterdir()] == [".frostk"]
 
 
 HOMES: dict[str, Any] = {

@@ -10,10 +10,11 @@ import torch
 from test_gpu_determinism import side_load
 
 from frost import equivalence, nsa
-from frost.gate_matrix_nsa import NSA_MATRIX, make_block_idx
+from frost.gate_matrix_nsa import NSA_BRANCH_MATRIX, NSA_MATRIX, make_block_idx
 from frost.graph import Graph
 
-ROWS = [pytest.param(op, c, id=f"{op}-{c.name}") for op, rows in NSA_MATRIX.items() for c in rows if "cuda" in c.devices]
+ROWS = [pytest.param(op, c, id=f"{op}-{c.name}") for op, rows in {**NSA_MATRIX, **NSA_BRANCH_MATRIX}.items()
+        for c in rows if "cuda" in c.devices]
 pytestmark = pytest.mark.skipif(harness.DEVICE != "cuda", reason="a device suite")
 
 

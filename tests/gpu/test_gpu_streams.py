@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import harness
@@ -22,12 +23,14 @@ def _random_offsets(total: int, sequences: int, pick: torch.Generator) -> Tensor
     return torch.randint(0, total + 1, (sequences + 1,), generator=pick).sort().values.to(torch.int32)
 
 
-@pytest.mark.parametrize("kind", ["dense", "packed"])
+@pytest.mark.parametrize("kind", ["dense", "packed", "square"])
 def test_captured_graph_replays_with_new_contents(kind: str) -> None:
     """Forward and backward in one CUDA graph; contents and offsets change in place before each replay, and
     nothing that was seen at capture stays frozen (cudnn-frontend#552, vllm/flash-attention PR#18)."""
     if kind == "packed":
         inputs, options = _packed([0, 100, 100, 300, 512], [0, 200, 210, 300, 640]), {"causal": True}
+    elif kind == "square":  # on Hopper: tensor maps, and a dQ that is added up in arrival order
+        inputs, options = harness.dense_inputs(2, 4, 2, 300, 300, 128), {"causal": True}
     else:
         inputs, options = (
             harness.dense_inputs(2, 4, 2, 200, 264, 64),
@@ -51,18 +54,20 @@ def test_captured_graph_replays_with_new_contents(kind: str) -> None:
         graph.replay()
         eager.run()
         for name, t in captured.results.items():
-            assert harness.same_bits(t, eager.results[name]), f"{name} differs from eager at replay {replay}"
+            if not (kind == "square" and name == "dq"):
+                assert harness.same_bits(t, eager.results[name]), f"{name} differs from eager at replay {replay}"
     captured.check("the last replay")
 
 
-def test_side_stream_sees_what_its_stream_wrote() -> None:
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_side_stream_sees_what_its_stream_wrote(deterministic: bool) -> None:
     """Launches go to the current stream: q is written late on a side stream (flash-attention PR#2505)."""
     inputs = harness.dense_inputs(2, 4, 4, 256, 256, 64)
-    wanted = harness.bind_pair(inputs)
+    wanted = harness.bind_pair(inputs, deterministic=deterministic)
     wanted.run()
     torch.cuda.synchronize()
     late = {n: harness.nan_like(t) for n, t in inputs.items()}
-    pair = harness.bind_pair(late)
+    pair = harness.bind_pair(late, deterministic=deterministic)
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -73,7 +78,8 @@ def test_side_stream_sees_what_its_stream_wrote() -> None:
         copies = pair.copies()
     stream.synchronize()
     for name, t in wanted.results.items():
-        assert harness.same_bits(copies[name], t), name
+        assert harness.same_bits(copies[name], t) or (name == "dq" and not deterministic), name
+    dataclasses.replace(wanted, results=copies).check("side stream")
 
 
 def test_side_stream_does_not_wait_for_the_default_stream() -> None:

@@ -14,13 +14,15 @@ from torch import Tensor
 from engines.triton import adapter_nsa, configs_nsa, interpret, launching
 from frost import Graph, equivalence, nsa
 from frost.fuse import fuse
-from frost.gate_matrix_nsa import NSA_MATRIX, NsaConfig, make_block_idx
+from frost.gate_matrix_nsa import NSA_BRANCH_MATRIX, NSA_MATRIX, NsaConfig, make_block_idx
 
 pytestmark = pytest.mark.skipif(interpret.unavailable_reason() is not None, reason=str(interpret.unavailable_reason()))
 
 BY_NAME = {op: {c.name: c for c in rows} for op, rows in NSA_MATRIX.items()}
 QUICK = ("fp32-g1", "fp32-d192-dv128", "fp32-hostile", "bf16-g7", "bf16-d40-dv24", "bf16-block-24", "one-token",
          "more-slots-than-blocks", "more-queries", "packed-block-16", "layout-last-stride-2", "scale-zero")
+BRANCH_QUICK = ("cmp-fp32-g3", "cmp-bf16-d40-dv24", "cmp-more-queries", "cmp-packed-short", "cmp-layout-last-stride-2",
+                "cmp-shorter-than-a-block", "topk-ties", "topk-nothing-but-forced", "topk-packed", "topk-one-token")
 SLOW = tuple(c.name for c in NSA_MATRIX["nsa_selection_backward"] if "cpu" in c.devices and c.name not in QUICK)
 
 
@@ -43,16 +45,32 @@ def test_a_further_row_of_the_gate_matrix(name: str) -> None:
             hold(BY_NAME[op][name])
 
 
+@pytest.mark.parametrize("name", ["fp32-hostile", "bf16-g7", "bf16-d40-dv24", "packed-block-16"])
+def test_a_backward_whose_score_tiles_have_queries_as_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other orientation of the same kernel, which some tiles use on a GPU."""
+    monkeypatch.setattr(configs_nsa, "BWD", tuple(replace(r, rows_first=not r.rows_first) for r in configs_nsa.BWD))
+    hold(BY_NAME["nsa_selection_backward"][name])
+
+
+@pytest.mark.parametrize("op, config", [pytest.param(op, c, id=f"{op}-{c.name}", marks=() if c.name in BRANCH_QUICK else pytest.mark.slow)
+                                        for op, rows in NSA_BRANCH_MATRIX.items() for c in rows if "cpu" in c.devices])
+def test_a_row_of_the_other_branches_matrix(op: str, config: Any) -> None:
+    hold(config)
+
+
 SMALL = NsaConfig("small", dtype="fp32", heads=(2, 3), head_dim=(16, 16), block_size=16, seqlen=(150, 150), slots=5,
                   hostile=True)
 
 
 @pytest.mark.parametrize("packed", [None, (3, 40, 40, 130)])
-def test_ranges_of_tokens_and_cut_work_items(packed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Partial results of one launch are bounded: here by 64 tokens, so three launches add up; and blocks are cut into
-    items of 32 rows."""
+@pytest.mark.parametrize("launches, parts", [(3, 1), (1, 5), (2, 3)])
+def test_ranges_of_tokens_and_cut_work_items(packed: Any, launches: int, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Partial results of one launch are bounded, so several launches add up; a launch's tokens are dealt out to parts, and
+    blocks are cut into items of 32 rows."""
     monkeypatch.setattr(configs_nsa, "PARTIAL_BYTES", 1)
-    monkeypatch.setattr(configs_nsa, "MIN_TOKENS", 64)
+    monkeypatch.setattr(configs_nsa, "MIN_TOKENS", {1: 160, 2: 96, 3: 64}[launches])
+    monkeypatch.setattr(configs_nsa, "PART_BYTES", 1 if parts > 1 else 1 << 30)
+    monkeypatch.setattr(configs_nsa, "PART_ROWS", 1)
     monkeypatch.setattr(configs_nsa, "FORWARD_ROWS", 32)
     monkeypatch.setattr(configs_nsa, "BACKWARD_ROWS", 32)
     config = SMALL if packed is None else replace(SMALL, packed=packed, seqlen=(133, 133))
@@ -60,7 +78,8 @@ def test_ranges_of_tokens_and_cut_work_items(packed: Any, monkeypatch: pytest.Mo
         config = replace(config, op=op)
         desc = equivalence._graph(config, *equivalence._place(equivalence.make_case(config), "cpu"))
         made: Any = fuse(desc).steps[0].desc
-        assert len(adapter_nsa.forward_geometry(made).launches()) == 3
+        g = adapter_nsa.forward_geometry(made)
+        assert len(g.launches()) == launches and g.parts(g.tokens) == parts
         hold(config)
 
 

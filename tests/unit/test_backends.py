@@ -182,6 +182,17 @@ def test_an_unknown_backend_that_is_near_nothing(wrong, tmp_path):
         select(wrong, tmp_path)
 
 
+def test_an_endless_name_makes_no_endless_message(tmp_path):
+    with pytest.raises(RuntimeError, match="unknown backend 'sdpasdpa") as e:
+        select("sdpa" * 100_000, tmp_path)
+    assert len(str(e.value)) < 400
+
+
+def test_a_refusal_says_on_which_device(tmp_path):
+    with pytest.raises(RuntimeError, match="not available on (cpu|cuda)"):
+        select("triton_fa2", tmp_path, None)
+
+
 @pytest.mark.parametrize("available", [False, True])
 def test_flashmla_is_refused_for_what_it_is_even_where_it_is_there(available, tmp_path, monkeypatch):
     if available:

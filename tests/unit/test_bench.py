@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from engines.reference.plain import plain_composition
 from tools.bench import candidates, check, operands, overrides, peers, prewarm, report, runner, sweep, timing
 from tools.bench.__main__ import main, parser
 from tools.bench.candidates import Candidate, Unavailable
@@ -251,6 +252,53 @@ def test_a_wrong_answer_fails_the_oracle(direction: str, spoil: Any) -> None:
     spoil(got["o" if direction == "fwd" else "dk"])
     ok, text = check.verdict(oracle.shares(got))
     assert not ok and ("o" if direction == "fwd" else "dk") in text
+
+
+@pytest.mark.parametrize("options", [{}, {"sink": True, "b": 1}, {"packed": True, "causal": True}], ids=str)
+def test_a_backward_and_its_yardstick_start_from_the_same_saved_o(options: dict[str, Any]) -> None:
+    """The plain composition itself, from an o that was rounded the other way: half of what is allowed."""
+    case = dataclasses.replace(SMALL, **options)
+    ops = operands.make(case, device="cpu")
+    oracle = check.Oracle(case, ops, "bwd")
+    first = candidates.forward("reference", case, ops, gates="off", stats=True).run()
+    up = torch.rand(first["o"].shape, generator=torch.Generator().manual_seed(3)) < 0.5
+    o = first["o"].clone()
+    o[up] = (o[up].view(torch.int16) + 1).view(torch.bfloat16)
+    saved = (o, first["lse"])
+    how = {"causal": case.causal, **ops.options}
+    grads = plain_composition(ops.q, ops.k, ops.v, do=ops.do, saved=saved, **how)
+    got = {n: x for n, x in grads.items() if n.startswith("d")}
+    shares = oracle.shares(got, saved)
+    assert set(shares) == {"o", "lse", *got} and max(shares[n] for n in got) <= 0.5 + 1e-6
+    own = oracle.shares(got)
+    assert any(own[n] > shares[n] for n in got)
+
+
+def test_a_backward_from_a_wrong_o_is_wrong_whatever_its_yardstick_allows() -> None:
+    case = SMALL
+    ops = operands.make(case, device="cpu")
+    made = candidates.backward("reference", case, ops, gates="off")
+    assert made.saved is not None
+    oracle = check.Oracle(case, ops, "bwd")
+    ok, text = check.verdict(oracle.shares(made.run(), made.saved))
+    assert ok, text
+    made.saved[0][0, 0, 0] += 0.5
+    ok, text = check.verdict(oracle.shares(made.run(), made.saved))
+    assert not ok and "o " in text
+
+
+def test_runner_checks_a_backward_from_what_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = candidates.backward("reference", SMALL, operands.make(SMALL, device="cpu"), gates="off")
+    seen = []
+
+    class Spy:
+        def shares(self, got: Any, saved: Any = None) -> dict[str, float]:
+            seen.append(saved)
+            return {"dq": 0.0}
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    assert runner._oracle_check(made, Spy())[0]  # type: ignore[arg-type]
+    assert seen == [made.saved] and made.saved is not None
 
 
 def test_an_answer_without_results_is_no_answer() -> None:

@@ -11,6 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from descriptors import (
+    LIMITS,
     OP_TYPES,
     DType,
     MaskDesc,
@@ -401,7 +402,7 @@ def test_trailing_truncated_oversized_and_deep_bytes_are_refused():
         with pytest.raises(WireError):
             unpack(bad)
     with pytest.raises(WireError, match="at most 4"):
-        unpack(whole, max_bytes=4)
+        unpack(whole, replace(LIMITS["message"], max_bytes=4))
 
 
 @pytest.mark.parametrize("change", [{"shape": [True, 2]}, {"stride": [1, False]}, {"shape": 4}, {"dtype": True}, {"alignment": "16"}])

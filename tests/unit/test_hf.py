@@ -87,8 +87,12 @@ def tokens(*shape, seed=0):
 
 
 def logits_and_grads(model, real=None, **inputs):
+    return grads_of(model, model(**inputs, use_cache=False).logits, real)
+
+
+def grads_of(model, logits, real=None):
+    """The logits that count, and the gradients of one loss over them."""
     model.zero_grad()
-    logits = model(**inputs, use_cache=False).logits
     kept = logits if real is None else logits[real]
     weight = torch.randn(kept.shape, generator=torch.Generator().manual_seed(1))
     (kept * weight).sum().backward()
@@ -96,7 +100,11 @@ def logits_and_grads(model, real=None, **inputs):
 
 
 def assert_same(pair, real=None, **inputs):
-    (expected, grads), (got, mine) = (logits_and_grads(m, real, **inputs) for m in pair)
+    assert_equal(*(logits_and_grads(m, real, **inputs) for m in pair))
+
+
+def assert_equal(theirs, ours):
+    (expected, grads), (got, mine) = theirs, ours
     torch.testing.assert_close(got, expected, **TOLERANCE)
     assert set(mine) == set(grads)
     for name, grad in grads.items():
@@ -169,23 +177,20 @@ def test_packed_position_ids(pair, batch):
 
 
 @pytest.mark.parametrize("told_by", ["position_ids", "cu_seq_lens"])
-def test_packed_equals_one_at_a_time(family, told_by):
+def test_packed_equals_eager_one_at_a_time(family, pair, told_by):
     """Packed by position ids, or as DataCollatorWithFlattening hands it over, with offsets beside them."""
     if (family, told_by) == ("gpt_oss", "position_ids"):
         pytest.skip(
             "transformers' gpt-oss tells its mask no position ids: eager sees one sequence, and so does FROST"
         )
-    _, ours = make_pair(family)
+    eager, ours = pair
     ids, extra = tokens(1, 17), {}
     if told_by == "cu_seq_lens":
         cu = torch.tensor([0, 7, 17], dtype=torch.int32)
         extra = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 10, "max_length_k": 10}
-    with torch.no_grad():
-        packed = ours(ids, position_ids=packed_positions(7, 10), use_cache=False, **extra).logits
-        alone = torch.cat(
-            [ours(ids[:, :7], use_cache=False).logits, ours(ids[:, 7:], use_cache=False).logits], 1
-        )
-    torch.testing.assert_close(packed, alone, **TOLERANCE)
+    packed = logits_and_grads(ours, input_ids=ids, position_ids=packed_positions(7, 10), **extra)
+    alone = [eager(part, use_cache=False).logits for part in (ids[:, :7], ids[:, 7:])]
+    assert_equal(grads_of(eager, torch.cat(alone, 1)), packed)
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -259,10 +264,8 @@ def test_an_encoder_sees_both_ways():
     ours.set_attn_implementation("frost")
     mask = torch.ones(2, 9, dtype=torch.long)
     mask[1, 5:] = 0
-    for inputs, real in (({}, torch.ones(2, 9, dtype=torch.bool)), ({"attention_mask": mask}, mask.bool())):
-        with torch.no_grad():
-            a, b = (m(tokens(2, 9), **inputs).last_hidden_state for m in (eager, ours))
-        torch.testing.assert_close(b[real], a[real], **TOLERANCE)
+    for inputs, real in (({}, None), ({"attention_mask": mask}, mask.bool())):
+        assert_equal(*(grads_of(m, m(tokens(2, 9), **inputs).last_hidden_state, real) for m in (eager, ours)))
 
 
 def test_one_engine_by_name_serves_or_refuses(family):

@@ -188,10 +188,14 @@ def test_a_folder_that_exists_but_takes_no_file(
 ) -> None:
     """A full disk, say."""
 
-    def full(*args: Any, **kwargs: Any) -> Any:
-        raise OSError(28, "No space left on device")
+    real = os.open
 
-    monkeypatch.setattr(template_loader.tempfile, "mkstemp", full)
+    def full(path: Any, *args: Any, **kwargs: Any) -> int:
+        if ".tmp-" in str(path):
+            raise OSError(28, "No space left on device")
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(template_loader.os, "open", full)
     with caplog.at_level(logging.WARNING, "frost"):
         assert get(tmp_path)[0] is BUNDLE
     assert "No space left" in caplog.text and leftovers(tmp_path) == []

@@ -43,12 +43,32 @@ def test_useful_pairs_are_those_that_the_mask_has() -> None:
 def test_tiles_and_sizes_can_be_overridden(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("FWD", "FORWARD_ROWS", "COMBINE"):
         monkeypatch.setattr(configs_nsa, name, getattr(configs_nsa, name))
-    bench.override(["FWD=128x8x2", "FORWARD_ROWS=2048", "COMBINE=16x2x1"])
-    tile = configs_nsa.pick(configs_nsa.FWD, (9, 0), 2, 128)
-    assert (tile.block_m, tile.num_warps, tile.num_stages) == (128, 8, 2) and configs_nsa.FORWARD_ROWS == 2048
+    bench.override(["FWD=128x8x2", "FORWARD_ROWS=1024", "COMBINE=16x2x1"])
+    tile = configs_nsa.pick(configs_nsa.FWD, (9, 0), 2, 128).blocks
+    assert (tile.block_m, tile.num_warps, tile.num_stages) == (128, 8, 2) and configs_nsa.FORWARD_ROWS == 1024
     assert configs_nsa.COMBINE.num_warps == 2
     with pytest.raises(ValueError, match="--set"):
         bench.override(["TILE=3"])
+
+
+def test_what_is_tried_is_put_back_and_a_wrong_result_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Sampled:
+        def worst(self, got: dict[str, float]) -> dict[str, float]:
+            return got
+
+    seen: list[int] = []
+
+    def calls(case: bench.Case, x: object) -> object:
+        seen.append(configs_nsa.FORWARD_ROWS)
+        return (lambda: {"o": 1e-3}), (lambda: {"dq": 0.5, "dk": 1e-3})
+
+    monkeypatch.setattr(bench, "frost_calls", calls)
+    monkeypatch.setattr(bench, "kernel_times", lambda call, reps: {"nsa_fwd_blocks": (1, 0.5), "nsa_slots": (1, 0.001)})
+    before = configs_nsa.FORWARD_ROWS
+    said = bench.attempt(SMALL, None, Sampled(), "FORWARD_ROWS=1024,PART_BYTES=1")  # type: ignore[arg-type]
+    assert said == "fwd 0.501 (fwd_blocks 0.500) | bwd WRONG 0.5 0.501 (fwd_blocks 0.500)"
+    assert seen == [1024] and configs_nsa.FORWARD_ROWS == before and configs_nsa.PART_BYTES > 1
+    assert "expected a name" in bench.attempt(SMALL, None, Sampled(), "TILE=3")  # type: ignore[arg-type]
 
 
 # ---- the gradient gate -----------------------------------------------------------------------------------------

@@ -87,12 +87,45 @@ def test_hot_kernels_do_not_spill(cc: tuple[int, int], d: int, dv: int, limit: i
             assert runtime.resource_usage(kernel.bundle.code)["spill_bytes"] <= limit, name
 
 
-def test_every_launch_fits_a_grid() -> None:
-    """64/4 heads of 128k tokens, and many small sequences: programs and row numbers stay inside 32 bits."""
+SIZES: tuple[dict[str, int], ...] = (
+    {"t": 131_072}, {"t": 2**22, "group": 1, "hk": 1}, {"batch": 4096, "t": 128, "hk": 8}, {"slots": 128})
+
+
+def geometries(**change: int) -> list[nsa_map.Geometry]:
     from engines.triton.adapter_nsa import backward_geometry, forward_geometry
 
-    for change in ({"t": 131_072}, {"t": 2**22, "group": 1, "hk": 1}, {"batch": 4096, "t": 128, "hk": 8}, {"slots": 128}):
-        pair = descs(**change)
-        for g in (forward_geometry(pair["nsa_selection"]), backward_geometry(pair["nsa_selection_backward"])):
-            assert g.items * g.problems < 2**31 and g.entries * g.group < 2**31 and g.tokens <= g.rows
+    pair = descs(**change)
+    return [forward_geometry(pair["nsa_selection"]), backward_geometry(pair["nsa_selection_backward"])]
+
+
+def test_every_launch_fits_a_grid() -> None:
+    """64/4 heads of 128k tokens, and many small sequences: programs and row numbers stay inside 32 bits."""
+    for change in SIZES:
+        for g in geometries(**change):
+            assert g.held_items < 2**31 and g.entries * g.parts(g.tokens) * g.group < 2**31 and g.tokens <= g.rows
             assert sum(n for _, n in g.launches()) == g.rows
+
+
+def test_what_is_held_covers_every_part_and_grows_with_the_tokens() -> None:
+    """Workspace is sized at the declared maxima of extents and then used for smaller ones."""
+    before: list[dict[str, int]] = [{}, {}]
+    for t in (1, 31, 64, 65, 1000, 4095, 4096, 4097, 8191, 9000, 16_384, 16_385, 40_000, 131_072, 131_073):
+        for i, g in enumerate(geometries(t=t)):
+            for _, n in g.launches():
+                parts = g.parts(n)
+                assert parts * g.span <= g.held_tokens and parts * g.n_blocks <= g.held_blocks
+                assert g.problems * parts * g.items <= g.held_items
+                assert g.problems * parts * (g.n_blocks + 1) <= g.map_regions()["offsets"]
+            sizes = {**g.map_regions(), "rows held": g.held_rows}
+            assert all(sizes[n] >= size for n, size in before[i].items()), t
+            before[i] = sizes
+
+
+def test_a_part_of_a_launch_stays_in_the_cache_and_gives_blocks_enough_rows() -> None:
+    from engines.triton import configs_nsa
+
+    forward, backward = geometries()
+    assert forward.parts(forward.tokens) == 4 and forward.span * 16 * 128 * 2 == configs_nsa.PART_BYTES
+    assert backward.span * 2 == forward.span  # Q and dO
+    for g in geometries(t=131_072):
+        assert g.span * g.slots * g.group >= configs_nsa.PART_ROWS * g.n_blocks

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
+import threading
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
 from pathlib import Path
@@ -172,10 +174,40 @@ def test_a_saved_run_comes_back(tmp_path, saved):
     back = load_saved(path)
     assert back.graphs == saved.graphs and back.environment["torch"] == torch.__version__
     assert back.benchmarks[0]["rows"][2]["ms"] is None
-    both = merge_saved([back, back])
-    assert len(both.graphs) == 2 and len(both.gates) == 1
+    both = merge_saved([back, load_saved(path)])
+    assert both == back
     other = Saved(environment={"torch": "9"})
     assert merge_saved([back, other]).environment["torch"] == f"{torch.__version__} | 9"
+
+
+def test_a_plan_is_shown_once_whatever_it_was_given_as(saved):
+    """Compiled twice, the second time from the plan cache; and with what a run of it measured."""
+    g = small_graph()
+    facts_of = [facts.plan_facts(g, g.compile("cpu")) for _ in range(2)]
+    assert facts_of[1]["cache_hit"] and facts_of[0]["routes"][0]["cache_hit"] is not None
+    assert len(merge_saved([Saved(graphs=facts_of), saved]).graphs) == 1
+    run = {"ms": 1.0, "repeat": 1, "outputs": {}}
+    slow = {**run, "ms": 2.0}
+    with_runs = [
+        facts_of[0],
+        {**facts_of[1], "run": run},
+        {**facts_of[0], "run": slow},
+        {**facts_of[1], "run": run},
+    ]
+    merged = merge_saved([Saved(graphs=with_runs), Saved(graphs=facts_of)]).graphs
+    assert [m["run"]["ms"] for m in merged] == [1.0, 2.0] and "run" not in facts_of[0]
+    other = small_graph("another")
+    both = Saved(graphs=[*facts_of, facts.plan_facts(other, other.compile("cpu"))])
+    assert [m["name"] for m in merge_saved([both]).graphs] == ["layer", "another"]
+
+
+def test_the_same_benchmark_and_suite_are_shown_once():
+    """NaN is the same as NaN here."""
+    part = Saved(benchmarks=[bench()], routing=[suite()])
+    again = Saved(benchmarks=[bench(), bench("CPU")], routing=[suite(), suite("other")])
+    merged = merge_saved([part, again])
+    assert [b["card"] for b in merged.benchmarks] == ["NVIDIA H200", "CPU"]
+    assert [s["suite"] for s in merged.routing] == ["unit", "other"]
 
 
 @pytest.mark.parametrize("damage", [b"{", b"[]", b'{"kind": "frost-run", "schema": 99}', b"\xff"])
@@ -373,21 +405,42 @@ def test_the_command_with_routing_dumps_and_graphs(capsys, tmp_path, monkeypatch
     assert code == cli.OK and "my suite" in page and "mine" in page
 
 
-@pytest.mark.parametrize(
-    "argv",
-    [
-        ("report", "no.json"),
-        ("report", "--routing", "no.msgpack"),
-        ("report", "--graph", "no.frost"),
-        ("report", "--bench", "no.csv"),
-    ],
-)
-def test_the_command_with_a_file_that_is_not_there(capsys, tmp_path, monkeypatch, argv):
+def test_the_command_shows_a_graph_that_was_given_twice_once(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    code, _, err = command(capsys, *argv)
-    assert (
-        code == cli.FAILED
-        and "no." in err
-        and "Traceback" not in err
-        and not (tmp_path / "report.html").exists()
+    graph = tmp_path / "g.frost"
+    graph.write_bytes(small_graph("mine").to_bytes())
+    argv = ("report", "--graph", graph, "--graph", graph, "--device", "cpu", "-o", "r.html", "--json")
+    assert json.loads(command(capsys, *argv)[1])["graphs"] == 1
+    assert (tmp_path / "r.html").read_text().count("<h3>Routes of mine</h3>") == 1
+
+
+def test_what_was_given_is_not_joined_by_an_example(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = write_saved(tmp_path / "bench.json", Saved(benchmarks=[bench()]))
+    assert json.loads(command(capsys, "report", run, "--json")[1])["graphs"] == 0
+
+
+def test_a_dump_nobody_named_that_is_damaged_is_left_out(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".frost_routing").mkdir()
+    (tmp_path / ".frost_routing" / "bad.msgpack").write_bytes(b"{")
+    routing.write_dump(
+        tmp_path / ".frost_routing" / "good.msgpack", routing.Dump(routing.Stats({"x:sdpa": 3}), suite="s")
     )
+    code, out, err = command(capsys, "report", "--device", "cpu", "--json")
+    assert code == cli.OK and json.loads(out)["routing"] == 1 and "left out" in err and "bad.msgpack" in err
+
+
+def test_the_page_replaces_an_old_one_whole_and_goes_into_a_pipe(capsys, tmp_path, saved):
+    run = write_saved(tmp_path / "run.json", saved)
+    (tmp_path / "old.html").write_text("old")
+    (tmp_path / "link.html").symlink_to("old.html")
+    assert command(capsys, "report", run, "-o", tmp_path / "link.html")[0] == cli.OK
+    assert (tmp_path / "link.html").is_symlink() and "attention" in (tmp_path / "old.html").read_text()
+    os.mkfifo(tmp_path / "pipe")
+    read = []
+    reader = threading.Thread(target=lambda: read.append((tmp_path / "pipe").read_text()), daemon=True)
+    reader.start()
+    assert command(capsys, "report", run, "-o", tmp_path / "pipe")[0] == cli.OK
+    reader.join(60)
+    assert read[0].startswith("<!DOCTYPE html>") and (tmp_path / "pipe").is_fifo()

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -162,7 +163,7 @@ def test_damaged_bytes_are_refused(tmp_path, data):
 
 
 def test_a_dump_that_is_too_large_is_not_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(routing, "MAX_DUMP_BYTES", 10)
+    monkeypatch.setattr(routing, "_LIMITS", replace(routing._LIMITS, max_bytes=10))
     (tmp_path / "big.json").write_bytes(b" " * 11)
     with pytest.raises(RoutingError, match="given 11 bytes, expected at most 10"):
         routing.load(tmp_path / "big.json")

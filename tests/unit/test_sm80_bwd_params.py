@@ -9,7 +9,7 @@ import pytest
 
 from descriptors import MaskDesc, SdpaBwdDesc, TensorDesc, sym
 from engines.base import Target
-from engines.sm80 import ENGINE, configs, configs_bwd
+from engines.sm80 import ENGINE, configs, configs_bwd, launching
 from engines.sm80.adapter_bwd import (
     BIAS_SUMS,
     DQ_SUMS,
@@ -205,3 +205,40 @@ def test_stores_end_with_the_row() -> None:
     assert backward_values(dense(d=60))["gq_vec"] == 8
     assert backward_values(dense(d=41))["gk_vec"] == 2
     assert backward_values(dense())["gv_vec"] == 16
+
+
+# ---- compiling a chain ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("seconds", "shown"), [(0.01, []), (1.0, [(3, 1)])], ids=["cached", "slow"])
+def test_a_bar_shows_once_compiling_takes_a_while(seconds: float, shown: list[tuple[int, int]],
+                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    bars: list[tuple[int, int]] = []
+    names: list[str] = []
+
+    def progress(stack: Any, total: int, done: int) -> Any:
+        bars.append((total, done))
+        return names.append
+
+    now = [0.0]
+
+    def make(name: str) -> Any:
+        now[0] += seconds
+        return name
+
+    monkeypatch.setattr(launching, "_progress", progress)
+    makers: Any = {n: (lambda n=n: make(n)) for n in ("pre", "dkdv", "cast")}
+    assert launching.compile_chain(makers, lambda: now[0]) == {n: n for n in makers}
+    assert bars == shown
+    assert names == (["dkdv", "cast"] if shown else [])
+
+
+def test_the_bar_goes_to_a_terminal_only(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def chain() -> str:
+        clock = iter(range(100))
+        launching.compile_chain({n: (lambda: None) for n in ("pre", "dkdv", "cast")}, lambda: float(next(clock)))  # type: ignore[misc]
+        return capsys.readouterr().err
+
+    assert chain() == ""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert "compiling cast" in chain()

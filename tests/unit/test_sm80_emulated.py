@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
+import torch
 from sm80_emulator import NAME, emulated, needs_compiler  # noqa: F401 - a fixture
 
+import frost
+from engines.sm80 import configs, configs_bwd, params
 from frost.equivalence import configs_for, run_config
 
 pytestmark = needs_compiler
@@ -76,6 +80,73 @@ def test_every_tile_of_every_arch_class(cc: tuple[int, int], lazy: bool, emulate
         if config.name in rows:
             result = run_config(config, NAME, "cpu")
             assert result.verdict == "pass", f"{config.name}: {result.detail}"
+
+
+# The tile of d = 256 in which pairs of warps share rows, on rows of smaller head dims that it covers.
+SHARED_ROWS = ("bf16-d128-causal", "window-both", "packed-window-sink", "sink-empty-rows", "scale-negative", "lengths", "group-7",
+               "no-keys", "softcap", "fp16-d40")
+
+
+@pytest.mark.parametrize("lazy", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["lazy", "eager"])
+@pytest.mark.parametrize("row", [r if i < 4 else pytest.param(r, marks=pytest.mark.slow) for i, r in enumerate(SHARED_ROWS)])
+def test_warps_that_share_rows(row: str, lazy: bool, emulated: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    tile = next(r.tile for r in configs.FWD if (r.arch, r.flavor, r.scores) == ("hopper", (256, 256), "plain"))
+    assert tile.d_split == 2
+    monkeypatch.setattr(configs, "FWD", tuple(dataclasses.replace(r, tile=tile) if r.scores == "plain" else r
+                                              for r in configs.FWD if r.scores != "partial"))
+    monkeypatch.setattr(params, "FLAVORS", ((128, 128), (192, 128), (256, 256)))
+    emulated((9, 0), lazy)
+    config = next(c for c in configs_for("sdpa", "cpu") if c.name == row)
+    result = run_config(config, NAME, "cpu")
+    assert result.verdict == "pass", result.detail
+
+
+@pytest.mark.parametrize("row", ["mask-full", pytest.param("packed-bias", marks=pytest.mark.slow),
+                                 pytest.param("softcap-causal-bias", marks=pytest.mark.slow)])
+def test_warps_that_share_keys_in_fours(row: str, emulated: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """With a mask or bias, which need to know what the other warps' rows see; on rows of smaller head dims."""
+    tile = next(r.tile for r in configs_bwd.DKDV if (r.arch, r.flavor, r.scores) == ("blackwell", (256, 256), "rich"))
+    assert tile.d_split == 4
+    monkeypatch.setattr(params, "FLAVORS", ((256, 256), (64, 64)))  # the first that covers; 64 for kernels without products
+    emulated((12, 0))
+    config = next(c for c in configs_for("sdpa_backward", "cpu") if c.name == row)
+    result = run_config(config, NAME, "cpu")
+    assert result.verdict == "pass", result.detail
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["sums", "deterministic"])
+@pytest.mark.parametrize("more", [{"seqlen": (200, 160), "lens_q": None, "lens_kv": (100, 90)},
+                                  {"seqlen": (160, 200), "lens_q": (100, 90), "lens_kv": None}], ids=["keys", "rows"])
+def test_a_band_that_ends_before_it_begins(more: dict[str, Any], deterministic: bool, emulated: Any) -> None:  # noqa: F811
+    """Top-left, one side longer: what the last tiles would see lies past the other side's end, in the tile that holds that
+    end. Nothing there is read: it is NaN here, and somebody else's memory elsewhere."""
+    emulated()
+    config = dataclasses.replace(next(c for c in configs_for("sdpa_backward", "cpu") if c.name == "lengths"), causal=False,
+                                 window=(5, 5), deterministic=deterministic, **more)
+    result = run_config(config, NAME, "cpu")
+    assert result.verdict == "pass", result.detail
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5], ids=["plain", "softcap"])
+@pytest.mark.parametrize("hide", ["mask", "bias"])
+@pytest.mark.parametrize("d", [64, pytest.param(256, marks=pytest.mark.slow)])
+def test_a_key_hidden_from_everybody_leaks_nothing(d: int, hide: str, softcap: float | None, emulated: Any) -> None:  # noqa: F811
+    """Whatever is stored there: its scores are NaN, and so is a softcap's slope at them."""
+    emulated()
+    gen = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, n, d, generator=gen).bfloat16() for n in (40, 50, 50))
+    keep = torch.rand(40, 50, generator=gen) < 0.8
+    keep[:, 3], keep[:, 44] = False, False
+    option = {"mask": keep} if hide == "mask" else {"bias": torch.where(keep, 0.0, -math.inf).bfloat16()}
+    results = []
+    for stored in (0.0, math.nan):
+        k[:, :, [3, 44]], v[:, :, [3, 44]] = stored, stored
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        o = frost.attention(*leaves, **option, softcap=softcap, deterministic=True, engines=[NAME], gates="off")
+        results.append((o, *torch.autograd.grad(o.float().square().sum(), leaves)))
+    for a, b in zip(*results, strict=True):
+        assert torch.isfinite(a).all()
+        assert torch.equal(a, b)
 
 
 def test_copies_that_land_early_change_nothing(emulated: Any) -> None:  # noqa: F811

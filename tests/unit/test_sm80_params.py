@@ -13,7 +13,7 @@ from descriptors import DType, MaskDesc, SdpaDesc, TensorDesc, sym
 from engines.base import Target
 from engines.sm80 import ENGINE, arguments, compiler, configs
 from engines.sm80.adapter_fwd import SdpaFwdDslSm80, forward_arguments, forward_params
-from engines.sm80.params import FLAVORS, FWD_ARGS, FwdParams, Tile, flavor_for, vector_bytes
+from engines.sm80.params import FLAVORS, FWD_ARGS, FwdParams, Tile, flavor_for, shared_facts, vector_bytes
 
 HOPPER, ADA = Target.cuda((9, 0)), Target.cuda((8, 9))
 
@@ -163,14 +163,42 @@ def test_params_are_host_scalars() -> None:
 
 @pytest.mark.parametrize("cc", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)], ids=str)
 def test_every_tile_fits_its_card(cc: tuple[int, int]) -> None:
-    limit = configs.SHARED_LIMIT[configs.arch_class(cc)]
+    reserved = 1024  # of each block, by the hardware
+    limit = configs.SHARED_LIMIT[configs.arch_class(cc)] + reserved
+    facts = shared_facts(dense(), ("q", "k", "v"))
     for flavor in FLAVORS:
-        for rich in (False, True):
-            tile = configs.pick(configs.FWD, cc, flavor, rich=rich)
-            facts = forward_params(dense(), HOPPER)
-            params = dataclasses.replace(facts, head_dim=flavor[0], head_dim_v=flavor[1], tile=tile)
-            assert params.shared_bytes <= limit
-            assert tile.threads * 32 <= 65536 // tile.min_blocks
+        for more in ({}, {"mask": True}, {"exact": False}, {"has_left": True, "has_right": True}):
+            asked = {**facts, "head_dim": flavor[0], "head_dim_v": flavor[1], **more}
+            params = FwdParams(**asked, tile=configs.pick(configs.FWD, cc, asked))
+            assert (params.shared_bytes + reserved) * params.tile.min_blocks <= limit
+            assert params.tile.threads * 32 <= 65536 // params.tile.min_blocks
+
+
+def test_warps_that_share_rows_serve_plain_scores_only() -> None:
+    good = forward_params(dense(), HOPPER)
+    shared = dataclasses.replace(good.tile, row_tiles=2, q_in_registers=False, block_n=64, d_split=2)
+    assert shared.block_m == good.tile.warps * 16
+    with pytest.raises(ValueError, match="d_split 2: expected q in shared memory"):
+        dataclasses.replace(good, head_dim=256, head_dim_v=256, tile=dataclasses.replace(shared, q_in_registers=True))
+    with pytest.raises(ValueError, match="d_split 2: expected neither mask nor bias"):
+        dataclasses.replace(good, head_dim=256, head_dim_v=256, mask=True, tile=shared)
+    with pytest.raises(ValueError, match="halves of o in multiples of 64"):
+        dataclasses.replace(good, head_dim=96, head_dim_v=96, tile=shared)
+
+
+@pytest.mark.parametrize("uneven", [False, True])
+@pytest.mark.parametrize(("heads", "sharing"), [(1, 1), (32, 1), (33, 1), (32, 4), (7, 7), (128, 8), (1000, 5)])
+def test_sections_of_heads(heads: int, sharing: int, uneven: bool) -> None:
+    """Sections are of even size, whole groups, and no smaller than a card of uneven tiles needs."""
+    one, l2 = 4 << 20, 24 << 20
+    section = arguments.head_section(heads, one, sharing, l2, uneven)
+    wanted = max(l2 // one * sharing, arguments.UNEVEN_HEADS if uneven else 1)
+    assert section % sharing == 0 or section == heads
+    count = -(-heads // section)
+    assert count <= -(-heads // wanted)                    # none more than the budget asks for
+    assert heads - (count - 1) * section > section - count * sharing  # the last is hardly smaller
+    assert section <= heads
+    assert arguments.head_section(0, 0, sharing, l2, uneven) == 1
 
 
 # ---- arguments -----------------------------------------------------------------------------------------------------

@@ -24,13 +24,14 @@ class Unavailable(Exception):
 class Candidate:
     """Something that computes a case. `run` returns its results by name (o, lse or dq, dk, dv); `poison`
     spoils what the next run has to write. `compile_s`: seconds spent making it, 0 where nothing was
-    compiled."""
+    compiled. `saved`: the (o, lse) that a backward was given; None where it has its own."""
 
     name: str
     route: str
     run: Callable[[], Mapping[str, Tensor]]
     poison: Callable[[], None]
     compile_s: float = 0.0
+    saved: tuple[Tensor, Tensor] | None = None
 
 
 def _sdpa_options(case: Case, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,4 +139,5 @@ def backward(
     )
     made = _candidate(engine, graph, inputs, buffers, gates)
     made.compile_s += first.compile_s
+    made.saved = (o, lse)
     return made

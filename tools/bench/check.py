@@ -4,6 +4,9 @@ Two checks, because a whole fp64 oracle at benchmark sizes would cost more than 
 some K/V heads (the first and the last) with all their query heads to the engines' reference in fp64, element
 by element, under the library's own tolerance rule. `whole_error` then compares everything else, in chunks of
 64 rows, with a candidate that passed the first check.
+
+A backward that was given a saved o and lse is held to a yardstick that starts from the same ones: how each o
+happened to be rounded decides much of the error of a sum over rows.
 """
 
 from __future__ import annotations
@@ -31,67 +34,73 @@ _FLOOR = (
 
 
 class Oracle:
-    """fp64 answers for the sampled heads of one case, with what the tolerance rule allows."""
+    """fp64 answers for the sampled heads of one case, with what the tolerance rule allows. It keeps views of
+    the operands, and makes the yardstick anew for each saved (o, lse)."""
 
     def __init__(self, case: Case, operands: Operands, direction: str) -> None:
-        self.case = case
+        self.case, self.direction, self.operands = case, direction, operands
         batches = (0, 0) if case.packed else (0, case.b - 1)
         self.heads = tuple(dict.fromkeys(zip(batches, (0, case.hk - 1))))
-        self._answers = self._allow([self._answer(operands, b, h, direction) for b, h in self.heads])
+        self._exact = [self._exact_of(b, h) for b, h in self.heads]
+        self._plain = [self._plain_of(b, h) for b, h in self.heads]
 
-    @staticmethod
-    def _allow(heads: list[tuple[dict[str, Tensor], dict[str, Tensor]]]) -> list[dict[str, tuple[Tensor, Tensor]]]:
-        """(exact, allowed error) by result and head. The rule's yardstick is the largest error over a whole
-        tensor, so it is taken over all sampled heads together."""
+    def _allowed(self, saved: tuple[Tensor, Tensor] | None) -> list[dict[str, Tensor]]:
+        """Allowed error by result, for each head. The rule's yardstick is the largest error over a whole tensor,
+        so it is taken over all sampled heads together."""
         from engines.reference.plain import allowed_error
 
-        out: list[dict[str, tuple[Tensor, Tensor]]] = [{} for _ in heads]
-        lse = torch.stack([exact["lse"] for exact, _ in heads])
-        for name in heads[0][0]:
-            exact = torch.stack([e[name] for e, _ in heads])
-            allowed = allowed_error(name, exact, torch.stack([p[name] for _, p in heads]), lse)
-            for i, answers in enumerate(out):
-                answers[name] = (exact[i], allowed[i])
+        plain = self._plain
+        if saved is not None and self.direction == "bwd":
+            started = [self._plain_of(b, h, saved) for b, h in self.heads]
+            plain = [{**theirs, "o": own["o"], "lse": own["lse"]} for own, theirs in zip(plain, started)]
+        out: list[dict[str, Tensor]] = [{} for _ in self.heads]
+        lse = torch.stack([exact["lse"] for exact in self._exact])
+        for name in self._exact[0]:
+            exact = torch.stack([e[name] for e in self._exact])
+            allowed = allowed_error(name, exact, torch.stack([p[name] for p in plain]), lse)
+            for i, of_head in enumerate(out):
+                of_head[name] = allowed[i]
         return out
 
-    def _answer(self, operands: Operands, b: int, h: int, direction: str
-                ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """What is exact and what the plain composition makes of it."""
-        from engines.reference.plain import plain_composition
+    def _main(self, b: int, h: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        names = ("q", "k", "v", "do")
+        q, k, v, do = (self._cut(getattr(self.operands, name), name, b, h) for name in names)
+        return q, k, v, do
+
+    def _options(self, b: int, h: int) -> dict[str, Any]:
+        return {
+            **{n: self._cut_option(n, x, b, h) for n, x in self.operands.options.items()},
+            "causal": self.case.causal,
+            "window": (self.case.window_left, None),
+            "softcap": self.case.softcap,
+        }
+
+    def _exact_of(self, b: int, h: int) -> dict[str, Tensor]:
+        """The fp64 answer for one kv head."""
         from engines.reference.sdpa import sdpa_backward, sdpa_forward
 
-        case = self.case
-        q, k, v, do = (
-            self._cut(x, name, b, h)
-            for name, x in (("q", operands.q), ("k", operands.k), ("v", operands.v), ("do", operands.do))
-        )
-        options: dict[str, Any] = {n: self._cut_option(n, x, b, h) for n, x in operands.options.items()}
+        q, k, v, do = (x.double() for x in self._main(b, h))
         how: dict[str, Any] = {
-            "causal": case.causal,
-            "window": (case.window_left, None),
-            "softcap": case.softcap,
+            n: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
+            for n, x in self._options(b, h).items()
         }
-        wide: dict[str, Any] = {n: x.double() if x.is_floating_point() else x for n, x in options.items()}
-        grads = direction == "bwd"
-        o, lse = sdpa_forward(q.double(), k.double(), v.double(), **wide, **how, host_reads=True)
-        plain = plain_composition(q, k, v, do=do if grads else None, **options, **how)
-        exact = {"o": o, "lse": lse}
-        if grads:
-            want = ("dq", "dk", "dv", *(f"d{n}" for n in ("sink",) if n in options))
-            made = sdpa_backward(
-                q.double(),
-                k.double(),
-                v.double(),
-                o,
-                do.double(),
-                lse,
-                want=want,
-                **wide,
-                **how,
-                host_reads=True,
-            )
-            exact |= {n: x for n, x in made._asdict().items() if x is not None}
-        return exact, plain
+        o, lse = sdpa_forward(q, k, v, **how, host_reads=True)
+        if self.direction == "fwd":
+            return {"o": o, "lse": lse}
+        want = ("dq", "dk", "dv", *(("dsink",) if "sink" in how else ()))
+        made = sdpa_backward(q, k, v, o, do, lse, want=want, **how, host_reads=True)
+        return {"o": o, "lse": lse, **{n: x for n, x in made._asdict().items() if x is not None}}
+
+    def _plain_of(self, b: int, h: int, saved: tuple[Tensor, Tensor] | None = None) -> dict[str, Tensor]:
+        """What the plain composition in the io dtype makes of the same head."""
+        from engines.reference.plain import plain_composition
+
+        q, k, v, do = self._main(b, h)
+        given = None
+        if saved is not None:
+            given = (self._cut(saved[0], "o", b, h), self._cut(saved[1], "lse", b, h))
+        how = self._options(b, h)
+        return plain_composition(q, k, v, do=do if self.direction == "bwd" else None, saved=given, **how)
 
     def _cut(self, x: Tensor, name: str, b: int, h: int) -> Tensor:
         group = self.case.group if name in ("q", "do", "o", "dq", "lse") else 1
@@ -109,20 +118,25 @@ class Oracle:
         x = x[b : b + 1] if x.shape[0] > 1 else x
         return x[:, heads] if x.shape[1] > 1 else x
 
-    def shares(self, got: Mapping[str, Tensor]) -> dict[str, float]:
-        """By result: the worst share of the allowed error (inf where NaN stands for a number). Gradients that
-        sum over heads or batches beyond the sampled ones (dbias, and dsink with more than one batch) are not
-        compared here."""
+    def shares(
+        self, got: Mapping[str, Tensor], saved: tuple[Tensor, Tensor] | None = None
+    ) -> dict[str, float]:
+        """By result: the worst share of the allowed error (inf where NaN stands for a number). `saved`: the (o,
+        lse) that a backward was given, whole; None where it has its own. They are results too: a yardstick that
+        starts from a wrong o would allow wrong gradients. Gradients that sum over heads or batches beyond the
+        sampled ones (dbias, and dsink with more than one batch) are not compared here."""
         out: dict[str, float] = {}
-        for (b, h), answers in zip(self.heads, self._answers):
+        if saved is not None:
+            got = {**got, "o": saved[0], "lse": saved[1]}
+        for (b, h), exact, allowed in zip(self.heads, self._exact, self._allowed(saved)):
             for name, tensor in got.items():
-                if name not in answers or name == "dsink" and self.case.b > 1 and not self.case.packed:
+                if name not in exact or name == "dsink" and self.case.b > 1 and not self.case.packed:
                     continue
-                exact, allowed = answers[name]
                 part = (
                     self._cut_option(name, tensor, b, h) if name == "dsink" else self._cut(tensor, name, b, h)
                 )
-                share = ((part.double() - exact).abs() / allowed).nan_to_num(nan=math.inf, posinf=math.inf)
+                share = (part.double() - exact[name]).abs() / allowed[name]
+                share = share.nan_to_num(nan=math.inf, posinf=math.inf)
                 out[name] = max(out.get(name, 0.0), float(share.max()) if share.numel() else 0.0)
         return out
 

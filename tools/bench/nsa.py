@@ -5,6 +5,7 @@
     python -m tools.bench.nsa --long                 128k tokens: runs, time, peak memory
     python -m tools.bench.nsa --profile --only T8192 per kernel
     python -m tools.bench.nsa --set FWD=128x4x3 --set FORWARD_ROWS=2048    other tiles (rows x warps x stages) and sizes
+    python -m tools.bench.nsa --only T8192 --try FWD=64x4x2,BWD=32x4x4 --try PART_BYTES=4194304    several, per kernel
 
 Every candidate is checked before it is timed: sampled rows and one sampled block against fp64. Times are medians of CUDA
 events, candidates interleaved, L2 flushed. TFLOP/s count visible (query, key) pairs only. Needs a CUDA device.
@@ -16,7 +17,7 @@ import argparse
 import csv
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -314,20 +315,51 @@ def run_long(how: str) -> list[dict[str, Any]]:
     return rows
 
 
-def profile(case: Case, how: str) -> None:
-    """Device time of each kernel over one forward and one backward."""
+def kernel_times(call: Call, reps: int = 1) -> dict[str, tuple[int, float]]:
+    """Kernel -> (launches, device time in ms) of one call, the mean of `reps`."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiler
 
-    calls = frost_calls(case, make(case, how))
-    for direction, call in zip(("fwd", "bwd"), calls):
-        call()
-        torch.cuda.synchronize()
-        with profiler(activities=[ProfilerActivity.CUDA]) as seen:
+    call()
+    torch.cuda.synchronize()
+    with profiler(activities=[ProfilerActivity.CUDA]) as seen:
+        for _ in range(reps):
             call()
-            torch.cuda.synchronize()
-        for event in sorted(seen.key_averages(), key=lambda e: -e.device_time_total):
-            print(f"{case.name} | {how} | {direction} | {event.key} | {event.count} x | {event.device_time_total / 1e3:.4f} ms")
+        torch.cuda.synchronize()
+    times = {e.key: (e.count // reps, e.device_time_total / 1e3 / reps) for e in seen.key_averages()}
+    return dict(sorted(times.items(), key=lambda item: -item[1][1]))
+
+
+def profile(case: Case, how: str) -> None:
+    """Device time of each kernel over one forward and one backward."""
+    for direction, call in zip(("fwd", "bwd"), frost_calls(case, make(case, how))):
+        for name, (count, ms) in kernel_times(call).items():
+            print(f"{case.name} | {how} | {direction} | {name} | {count} x | {ms:.4f} ms")
+
+
+def attempt(case: Case, x: Operands, samples: Samples, settings: str) -> str:
+    """One line: errors, and device time by kernel, with other tiles or sizes; they are put back afterwards."""
+    from engines.triton import configs_nsa
+    from frost import cache
+
+    before = dict(vars(configs_nsa))
+    cache.clear()  # a plan's key does not hold what is tried here
+    try:
+        override([part for part in settings.split(",") if part])
+        pair = frost_calls(case, x)
+        out = []
+        for direction, call in zip(("fwd", "bwd"), pair):
+            worst = max(samples.worst(call()).values())
+            times = kernel_times(call, reps=3)
+            verdict = "" if worst <= _TOLERANCE else f" WRONG {worst:.3g}"
+            said = ", ".join(f"{name.removeprefix('nsa_')} {ms:.3f}" for name, (_, ms) in times.items() if ms >= 0.01)
+            out.append(f"{direction}{verdict} {sum(ms for _, ms in times.values()):.3f} ({said})")
+        return " | ".join(out)
+    except (RuntimeError, ValueError) as e:
+        return f"failed: {str(e).splitlines()[0][:100]}"
+    finally:
+        vars(configs_nsa).update(before)
+        cache.clear()
 
 
 def override(settings: Sequence[str]) -> None:
@@ -343,9 +375,10 @@ def override(settings: Sequence[str]) -> None:
             setattr(configs_nsa, name, parts[0])
         elif isinstance(now, Blocks) and len(parts) == 3:
             setattr(configs_nsa, name, Blocks(parts[0], now.block_n, *parts[1:]))
-        elif isinstance(now, tuple) and len(parts) == 3:
-            made = Blocks(parts[0], 16, *parts[1:])
-            setattr(configs_nsa, name, tuple(configs_nsa.Row(r.arch, r.itemsize, r.d_pad, made, text) for r in now))
+        elif isinstance(now, tuple) and len(parts) in (3, 4):
+            # A fourth number that is not 0: queries as rows.
+            made, rows_first = Blocks(parts[0], 16, *parts[1:3]), any(parts[3:])
+            setattr(configs_nsa, name, tuple(replace(r, blocks=made, rows_first=rows_first) for r in now))
         else:
             raise ValueError(f"--set: given {text!r}, expected a name of engines/triton/configs_nsa.py and its value")
 
@@ -359,6 +392,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--long", action="store_true", help="the 128k case instead of the table")
     parser.add_argument("--profile", action="store_true", help="device time per kernel instead of the table")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a tile or size to try")
+    parser.add_argument("--try", action="append", default=[], dest="tries", metavar="NAME=VALUE,...",
+                        help="device time per kernel with these tiles and sizes instead of the table; may be repeated")
     parser.add_argument("--csv", type=Path, help="write the rows here too")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
@@ -366,7 +401,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     override(args.set)
     rows: list[dict[str, Any]] = []
-    if not args.profile:
+    if not args.profile and not args.tries:
         print(" | ".join(_COLUMNS))
     for how in args.selection or (("random",) if args.long else SELECTIONS):
         for case in (LONG,) if args.long else CASES:
@@ -374,6 +409,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 continue
             if args.profile:
                 profile(case, how)
+                continue
+            if args.tries:
+                x = make(case, how)
+                samples = Samples(case, x)
+                for settings in args.tries:
+                    print(f"{case.name} | {how} | {settings or 'as shipped'} | {attempt(case, x, samples, settings)}", flush=True)
                 continue
             made = run_long(how) if args.long else run(case, how, args.reps)
             for row in made:

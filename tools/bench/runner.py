@@ -105,7 +105,7 @@ def _oracle_check(
     except Exception as e:
         _reraise_if_device_is_lost(e)
         return False, f"{type(e).__name__}: {_one_line(e)}"
-    return check.verdict(oracle.shares(got), limit)
+    return check.verdict(oracle.shares(got, candidate.saved), limit)
 
 
 def _whole_check(

@@ -192,7 +192,7 @@ def _measure(args: argparse.Namespace, case: Case, trials: dict[Blocks, Trial]) 
                     else candidates.backward("triton", case, ops, gates="off", grads=grads)
                 )
             made.poison()
-            ok, trial.text = check.verdict(oracle.shares(made.run()))
+            ok, trial.text = check.verdict(oracle.shares(made.run(), made.saved))
             torch.cuda.synchronize()
         except Exception as e:
             trial.status, trial.text = report.ERROR, f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"

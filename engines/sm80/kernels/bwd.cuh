@@ -57,7 +57,7 @@ FROST_FN ScoreOperand mask_of(const BwdArgs& a, int sequence, int head) {
 // as SumLayout has them; the columns' blocks of one 16 rows lie next to each other. A sequence starts at a whole block:
 // packed sequence s at number start / 16 + s, which leaves room for every sequence's last, partial block.
 FROST_FN float* dq_sums(const BwdArgs& a, i64 batch, int head, int sequence, int start, int row, int columns) {
-  const int block = (a.cu_q ? start / 16 + sequence : 0) + row / 16;
+  const int block = (a.cu_q ? static_cast<u32>(start) / 16 + sequence : 0) + static_cast<u32>(row) / 16;
   return static_cast<float*>(a.sums) + ((batch * a.heads + head) * a.sum_blocks + block) * (columns * 16);
 }
 
@@ -73,10 +73,15 @@ FROST_FN void clear(float (&c)[R][N][4]) {
       for (int e = 0; e < 4; ++e) c[i][n][e] = 0.f;
 }
 
-// c = A B^T over D columns: R * 16 rows of one tile from row_a on, N * 8 rows of another from row_b on.
-template <int D, int R, int N>
-FROST_FN void multiply(float (&c)[R][N][4], u32 tile_a, int row_a, u32 tile_b, int row_b) {
-  const int lane = thread_index() % 32;
+struct Nothing {
+  FROST_FN void operator()(int) const {}
+};
+
+// c = A B^T over D columns: R * 16 rows of one tile from row_a on, N * 8 rows of another from row_b on. `between` is called
+// after each step of 16 columns: what it issues is worked out while the tensor cores are busy.
+template <int D, int R, int N, class Between = Nothing>
+FROST_FN void multiply(float (&c)[R][N][4], u32 tile_a, int row_a, u32 tile_b, int row_b, Between between = Between()) {
+  const int lane = lane_index();
   const FragmentAddress<D> a_at(tile_a, row_a + a_row(lane), a_half(lane));
   const FragmentAddress<D> b_at(tile_b, row_b + bt_row(lane), bt_half(lane));
   clear(c);
@@ -95,6 +100,7 @@ FROST_FN void multiply(float (&c)[R][N][4], u32 tile_a, int row_a, u32 tile_b, i
         mma<kBf16>(c[i][n + 1], a[i], b[2], b[3]);
       }
     }
+    between(step);
   }
 }
 
@@ -102,7 +108,7 @@ FROST_FN void multiply(float (&c)[R][N][4], u32 tile_a, int row_a, u32 tile_b, i
 // the swizzle's period). With CHECKED, rows of B without a bit in `seen` count as zeros.
 template <int D, bool CHECKED, int R, int N>
 FROST_FN void accumulate(float (&acc)[R][N][4], const u32 (&a)[R][4], u32 tile_b, int step, int column, u32 seen) {
-  const int lane = thread_index() % 32;
+  const int lane = lane_index();
   const FragmentAddress<D> b_at(tile_b + column * 2, b_row(lane), b_half(lane));
 #pragma unroll
   for (int n = 0; n < N; n += 2) {
@@ -159,7 +165,7 @@ FROST_FN float score_gradient(float p, float dp, float delta) {
 }
 
 // Lane's rows of a warp's score tile: row r of 16-row tile i, half (0, 1).
-FROST_FN int fragment_row(int i, int half) { return i * 16 + half * 8 + thread_index() % 32 / 4; }
+FROST_FN int fragment_row(int i, int half) { return i * 16 + half * 8 + (lane_index() >> 2); }
 
 // Scores of rows (queries) by columns (keys) to P. `seen` gets a bit per key of this lane's (2 for each tile of 8) that
 // at least one of the warp's rows sees. `row` is the warp's first.
@@ -167,24 +173,25 @@ template <bool MASKED, int R, int N>
 FROST_FN void row_probabilities(const BwdArgs& a, float (&s)[R][N][4], float (&slope)[kHasSoftcap ? R : 1][kHasSoftcap ? N : 1][4],
                                 const float (&lse)[R][2], const ScoreOperand& bias, const ScoreOperand& mask, int row,
                                 int n0, int sq, int sk, const Band& band, u32& seen) {
-  const int lane = thread_index() % 32;
+  const int key0 = n0 + (lane_index() & 3) * 2;  // this lane's first
   seen = 0;
 #pragma unroll
   for (int i = 0; i < R; ++i) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int position = row + fragment_row(i, half);
-      const KeyRange range = keys_of_row(position, sk, band);
+      const KeyRange all = keys_of_row(position, sk, band);
+      const KeyRange range = {all.low - key0, position < sq ? all.high - key0 : -1};
 #pragma unroll
       for (int n = 0; n < N; ++n) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          const int key = n0 + n * 8 + lane % 4 * 2 + e;
+          const int key = key0 + n * 8 + e;
           float& x = s[i][n][half * 2 + e];
           float slope_here = 1.f, added = 0.f;
           bool keep = true;
           if constexpr (MASKED) {
-            keep = range.holds(key) && position < sq;
+            keep = range.holds(n * 8 + e);
             if constexpr (kHasMask) keep = keep && mask_at(mask, position, key);
             if constexpr (kBias != 0) {
               added = keep ? bias_at(bias, position, key) : 0.f;
@@ -193,7 +200,8 @@ FROST_FN void row_probabilities(const BwdArgs& a, float (&s)[R][N][4], float (&s
           }
           const float p = probability(a, x, lse[i][half], added, slope_here);
           x = !MASKED || keep ? p : 0.f;
-          if constexpr (kHasSoftcap) slope[i][n][half * 2 + e] = slope_here;
+          // 0 where not visible: of a score of NaN, which a hidden key may make, it would be NaN, and 0 * NaN is.
+          if constexpr (kHasSoftcap) slope[i][n][half * 2 + e] = !MASKED || keep ? slope_here : 0.f;
           if constexpr (MASKED && kScoreOperand) seen |= static_cast<u32>(keep) << (n * 2 + e);
         }
       }
@@ -210,29 +218,50 @@ FROST_FN void row_probabilities(const BwdArgs& a, float (&s)[R][N][4], float (&s
 // Accumulators times `factor`, zeros in rows at or past `valid`, to a tile of D columns; `row` and `column` are the
 // warp's first.
 template <int D, int R, int N>
-FROST_FN void stage_result(const float (&acc)[R][N][4], float factor, u32 tile, int row, int column, int valid) {
-  const int lane = thread_index() % 32;
+FROST_FN void stage_result(float (&acc)[R][N][4], float factor, u32 tile, int row, int column, int valid) {
+  const int lane = lane_index();
+  if (row + R * 16 > valid) {  // what a row of padding summed up may be NaN
 #pragma unroll
-  for (int i = 0; i < R; ++i) {
+    for (int i = 0; i < R; ++i)
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int local = row + fragment_row(i, half);
+      for (int n = 0; n < N; ++n)
 #pragma unroll
-      for (int n = 0; n < N; ++n) {
-        const float x = local < valid ? acc[i][n][half * 2] * factor : 0.f;
-        const float y = local < valid ? acc[i][n][half * 2 + 1] * factor : 0.f;
-        store_shared(tile + Swizzle<D>::at(local, column / 8 + n) + lane % 4 * 4, pack2<kBf16>(x, y));
-      }
-    }
+        for (int e = 0; e < 4; ++e)
+          if (row + fragment_row(i, e / 2) >= valid) acc[i][n][e] = 0.f;
   }
+  const ResultAddress<D> to(tile, row + (lane >> 2), column, lane);
+#pragma unroll
+  for (int i = 0; i < R; ++i)
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int n = 0; n < N; ++n)
+        store_shared(to.at(i * 16 + half * 8, n), pack2<kBf16>(acc[i][n][half * 2] * factor, acc[i][n][half * 2 + 1] * factor));
 }
 
 // The first `rows` rows of a staged tile to memory, `width` columns of each.
 template <int D, int ROWS>
 FROST_FN void store_tile(u32 tile, char* to, i64 pitch, int rows, int width, int vec) {
-  constexpr int kChunks = D / 8;
-#pragma unroll 4
-  for (int at = thread_index(); at < ROWS * kChunks; at += kThreads) {
+  constexpr int kChunks = D / 8, kAtOnce = kThreads / kChunks;  // rows per pass
+  const int tid = thread_index();
+  if (vec == 16) {
+    const int row = tid / kChunks, chunk = tid % kChunks;
+    if (row >= kAtOnce || chunk * 8 >= width) return;
+    rows -= row;
+    to += chunk * 16 + row * pitch;
+#pragma unroll
+    for (int at = 0; at < ROWS; at += kAtOnce) {
+      if (at + row < ROWS && at < rows) {
+        u32 r[4];
+        load_shared(r, tile + Swizzle<D>::at(at + row, chunk));
+        *reinterpret_cast<Chunk16*>(to) = {r[0], r[1], r[2], r[3]};
+      }
+      to += kAtOnce * pitch;
+    }
+    return;
+  }
+#pragma unroll 1
+  for (int at = tid; at < ROWS * kChunks; at += kThreads) {
     const int row = at / kChunks, chunk = at % kChunks;
     const int present = min_of(width * 2 - chunk * 16, 16);
     if (row >= rows || present <= 0) continue;

@@ -72,12 +72,12 @@ FROST_FN Head head_of(const BwdArgs& a, int sequence, int head) {
 FROST_FN void add_tile(const BwdArgs& a, const Head& h, const Walk& walk, u32 smem, int m0, int n0,
                        float (&acc)[1][kScoreTiles][4]) {
   const u32 q_tile = smem, go_tile = q_tile + kQBytes, k_tile = go_tile + kOBytes, v_tile = k_tile + kKBytes;
-  const int row = thread_index() / 32 * 16;
+  const int tid = thread_index(), row = warp_of(tid) * 16;
   barrier();  // everybody is done with the tiles
-  load_tile<kD, kM>(q_tile, h.q, a.q_s * 2, m0, 0, h.sq, a.d);
-  load_tile<kDv, kM>(go_tile, h.go, a.go_s * 2, m0, 0, h.sq, a.dv);
-  load_tile<kD, kN>(k_tile, h.k, a.k_s * 2, n0, walk.first, walk.last, a.d);
-  load_tile<kDv, kN>(v_tile, h.v, a.v_s * 2, n0, walk.first, walk.last, a.dv);
+  load_tile<kD, kM>(tid, q_tile, h.q, a.q_s * 2, m0, 0, h.sq, a.d);
+  load_tile<kDv, kM>(tid, go_tile, h.go, a.go_s * 2, m0, 0, h.sq, a.dv);
+  load_tile<kD, kN>(tid, k_tile, h.k, a.k_s * 2, n0, walk.first, walk.last, a.d);
+  load_tile<kDv, kN>(tid, v_tile, h.v, a.v_s * 2, n0, walk.first, walk.last, a.dv);
   copy_commit();
   float lse[1][2], delta[1][2];
 #pragma unroll
@@ -107,8 +107,8 @@ FROST_FN void store_tile_sums(const BwdArgs& a, const Work& w, const float (&acc
   for (int n = 0; n < kScoreTiles; ++n) {
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
-      const int row = w.row_tile * kM + tid / 32 * 16 + fragment_row(0, c / 2);
-      const int column = w.tile * kN + n * 8 + tid % 4 * 2 + c % 2;
+      const int row = w.row_tile * kM + warp_of(tid) * 16 + fragment_row(0, c / 2);
+      const int column = w.tile * kN + n * 8 + (tid & 3) * 2 + c % 2;
       if (row >= a.kept_rows || column >= a.kept_columns) continue;
       const i64 at = w.sequence * a.gbias_b + w.head * a.gbias_h + row * a.gbias_q + column * a.gbias_k;
       if constexpr (kBias == 2) {
@@ -121,7 +121,7 @@ FROST_FN void store_tile_sums(const BwdArgs& a, const Work& w, const float (&acc
 }
 
 FROST_FN void store_column_sums(const BwdArgs& a, const Work& w, const float (&acc)[1][kScoreTiles][4], u32 smem) {
-  const int tid = thread_index(), lane = tid % 32;
+  const int tid = thread_index(), lane = lane_of(tid);
 #pragma unroll
   for (int n = 0; n < kScoreTiles; ++n) {
 #pragma unroll
@@ -129,7 +129,7 @@ FROST_FN void store_column_sums(const BwdArgs& a, const Work& w, const float (&a
       float sum = acc[0][n][e] + acc[0][n][2 + e];
 #pragma unroll
       for (int lanes = 4; lanes < 32; lanes *= 2) sum += shuffle_xor(sum, lanes);
-      if (lane < 4) store_shared(smem + (tid / 32 * kN + n * 8 + lane * 2 + e) * 4, sum);
+      if (lane < 4) store_shared(smem + (warp_of(tid) * kN + n * 8 + lane * 2 + e) * 4, sum);
     }
   }
   barrier();
@@ -141,7 +141,7 @@ FROST_FN void store_column_sums(const BwdArgs& a, const Work& w, const float (&a
 }
 
 FROST_FN void store_row_sums(const BwdArgs& a, const Work& w, const float (&acc)[1][kScoreTiles][4], u32 smem) {
-  const int tid = thread_index(), lane = tid % 32;
+  const int tid = thread_index(), lane = lane_of(tid);
   float both = 0.f;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -150,9 +150,9 @@ FROST_FN void store_row_sums(const BwdArgs& a, const Work& w, const float (&acc)
     for (int n = 0; n < kScoreTiles; ++n) sum += acc[0][n][half * 2] + acc[0][n][half * 2 + 1];
     sum += shuffle_xor(sum, 1);
     sum += shuffle_xor(sum, 2);
-    const int row = w.tile * kM + tid / 32 * 16 + fragment_row(0, half);
+    const int row = w.tile * kM + warp_of(tid) * 16 + fragment_row(0, half);
     if constexpr (kKeepRows) {
-      if (lane % 4 == 0 && row < a.kept_rows)
+      if ((lane & 3) == 0 && row < a.kept_rows)
         static_cast<float*>(a.partial)[(wide(w.sequence) * a.heads + w.head) * a.kept_rows + row] = sum;
     }
     both += sum;
@@ -160,7 +160,7 @@ FROST_FN void store_row_sums(const BwdArgs& a, const Work& w, const float (&acc)
   if constexpr (!kKeepRows) {
 #pragma unroll
     for (int lanes = 4; lanes < 32; lanes *= 2) both += shuffle_xor(both, lanes);
-    if (lane == 0) store_shared(smem + tid / 32 * 4, both);
+    if (lane == 0) store_shared(smem + warp_of(tid) * 4, both);
     barrier();
     if (tid != 0) return;
     float total = 0.f;

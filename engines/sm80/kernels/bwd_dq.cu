@@ -28,6 +28,8 @@ struct Block {
   Walk walk;
   Band band;
   int sq, sk, row0;
+  int start, extent;  // of the sequence's rows: the first token, and how many are in the buffer
+  int sequence, head;
   int n_full, n_tiles;
   ScoreOperand bias, mask;
   u32 smem;
@@ -44,18 +46,30 @@ struct Block {
 };
 static_assert(sizeof(Block) <= kStashBytes, "the stash holds a Block");
 
-FROST_FN void load_keys(const BwdArgs& a, const Block& b, int n0, int stage) {
-  load_tile<kD, kN>(b.k_tile(stage), b.k, a.k_s * 2, n0, b.walk.first, b.walk.last, a.d);
-  load_tile<kDv, kN>(b.v_tile(stage), b.v, a.v_s * 2, n0, b.walk.first, b.walk.last, a.dv);
+FROST_FN void load_k(const BwdArgs& a, const Block& b, int n0, int stage) {
+  load_tile<kD, kN>(thread_index(), b.k_tile(stage), b.k, a.k_s * 2, n0, b.walk.first, b.walk.last, a.d);
+}
+
+FROST_FN void load_v(const BwdArgs& a, const Block& b, int n0, int stage) {
+  load_tile<kDv, kN>(thread_index(), b.v_tile(stage), b.v, a.v_s * 2, n0, b.walk.first, b.walk.last, a.dv);
 }
 
 template <bool MASKED>
 FROST_FN void attend(const BwdArgs& a, const Block& b, Rows& rows, int t) {
-  const int row = thread_index() / 32 * kRowTiles * 16, stage = t % kStages;
+  const int row = warp_of(thread_index()) * kRowTiles * 16, stage = t % kStages;
   float p[kRowTiles][kScoreTiles][4], ds[kRowTiles][kScoreTiles][4];
   float slope[kHasSoftcap ? kRowTiles : 1][kHasSoftcap ? kScoreTiles : 1][4];
   u32 seen;
-  multiply<kD>(p, b.q_tile(), row, b.k_tile(stage), 0);
+  // After the last tile comes one that nobody sees: zeros are stored, nothing is read, and no branch is taken.
+  multiply<kD>(p, b.q_tile(), row, b.k_tile(stage), 0, [&](int step) {
+    if constexpr (kStages == 2) {
+      if (step == 0) load_k(a, b, b.tile_start(t + 1), (t + 1) % 2);
+      if (step == kD / 32) {
+        load_v(a, b, b.tile_start(t + 1), (t + 1) % 2);
+        copy_commit();
+      }
+    }
+  });
   row_probabilities<MASKED>(a, p, slope, rows.lse, b.bias, b.mask, b.row0 + row, b.tile_start(t), b.sq, b.sk, b.band, seen);
   multiply<kDv>(ds, b.go_tile(), row, b.v_tile(stage), 0);
 #pragma unroll
@@ -84,14 +98,11 @@ FROST_FN void walk_keys(const BwdArgs& a, const Block* stash, Rows& rows, int& t
     copy_wait<0>();
     barrier();
     const Block& b = *stash;
-    if constexpr (kStages == 2) {
-      if (t + 1 < b.n_tiles) load_keys(a, b, b.tile_start(t + 1), (t + 1) % 2);
-      copy_commit();
-    }
     attend<MASKED>(a, b, rows, t);
     if constexpr (kStages == 1) {
       barrier();
-      if (t + 1 < b.n_tiles) load_keys(a, b, b.tile_start(t + 1), 0);
+      load_k(a, b, b.tile_start(t + 1), 0);
+      load_v(a, b, b.tile_start(t + 1), 0);
       copy_commit();
     }
   }
@@ -112,6 +123,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) sdpa_bwd_dq(c
   Block b;
   b.smem = shared_offset(smem);
   b.row0 = own.first;
+  b.start = own.span.start;
+  b.extent = own.span.extent;
+  b.sequence = own.sequence;
+  b.head = head;
   b.sq = own.span.length;
   b.sk = keys.length;
   b.band = {a.align_br ? b.sk - b.sq : 0, a.left, a.right};
@@ -125,12 +140,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) sdpa_bwd_dq(c
   b.n_tiles = (b.walk.hi - b.walk.lo) / kN;
   const char* q = static_cast<const char*>(a.q) + (batch * a.q_b + head * a.q_h + own.span.start * a.q_s) * 2;
   const char* go = static_cast<const char*>(a.go) + (batch * a.go_b + head * a.go_h + own.span.start * a.go_s) * 2;
-  load_tile<kD, kM>(b.q_tile(), q, a.q_s * 2, b.row0, 0, b.sq, a.d);
-  load_tile<kDv, kM>(b.go_tile(), go, a.go_s * 2, b.row0, 0, b.sq, a.dv);
-  if (b.n_tiles > 0) load_keys(a, b, b.tile_start(0), 0);
+  const int tid = thread_index();
+  load_tile<kD, kM>(tid, b.q_tile(), q, a.q_s * 2, b.row0, 0, b.sq, a.d);
+  load_tile<kDv, kM>(tid, b.go_tile(), go, a.go_s * 2, b.row0, 0, b.sq, a.dv);
+  if (b.n_tiles > 0) {
+    load_k(a, b, b.tile_start(0), 0);
+    load_v(a, b, b.tile_start(0), 0);
+  }
   copy_commit();
   Block* const stash = reinterpret_cast<Block*>(smem + SHARED_BYTES - kStashBytes);
-  if (thread_index() == 0) *stash = b;
+  if (tid == 0) *stash = b;
 
   Rows rows;
   clear(rows.acc);
@@ -139,7 +158,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) sdpa_bwd_dq(c
   for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int position = b.row0 + thread_index() / 32 * kRowTiles * 16 + fragment_row(i, half);
+      const int position = b.row0 + warp_of(tid) * kRowTiles * 16 + fragment_row(i, half);
       const bool inside = position < b.sq;
       const float* pair = reinterpret_cast<const float*>(stats + wide(position) * kPairBytes);
       rows.lse[i][half] = inside ? pair[0] : infinity();
@@ -154,10 +173,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) sdpa_bwd_dq(c
   barrier();  // nobody reads Q any more: the result is staged in its tile
 
   const Block& s = *stash;
-  stage_result<kD>(rows.acc, a.scale, s.q_tile(), thread_index() / 32 * kRowTiles * 16, 0, s.sq - s.row0);
+  stage_result<kD>(rows.acc, a.scale, s.q_tile(), warp_of(thread_index()) * kRowTiles * 16, 0, s.sq - s.row0);
   barrier();
-  const Own mine = own_tile<kM>(cu_q(a), {nullptr, 0, false}, slot, place.head / a.heads, a.n_seqs, a.sq_max);
-  const i64 token = wide(mine.span.start) + s.row0;
-  store_tile<kD, kM>(s.q_tile(), static_cast<char*>(a.gq) + (batch * a.gq_b + head * a.gq_h + token * a.gq_s) * 2,
-                     a.gq_s * 2, mine.span.extent - s.row0, a.d, a.gq_vec);
+  const i64 token = wide(s.start) + s.row0;
+  char* const gq = static_cast<char*>(a.gq) + ((a.cu_q ? 0 : wide(s.sequence)) * a.gq_b + s.head * a.gq_h + token * a.gq_s) * 2;
+  store_tile<kD, kM>(s.q_tile(), gq, a.gq_s * 2, s.extent - s.row0, a.d, a.gq_vec);
 }

@@ -28,6 +28,9 @@ FROST_FN int min_of(int a, int b) { return a < b ? a : b; }
 FROST_FN int max_of(int a, int b) { return a > b ? a : b; }
 FROST_FN float max_of(float a, float b) { return fmaxf(a, b); }
 FROST_FN i64 wide(int a) { return static_cast<i64>(a); }
+// Of a thread number, which is never negative: as divisions of an int they would take rounding into account.
+FROST_FN int lane_of(int tid) { return tid & 31; }
+FROST_FN int warp_of(int tid) { return tid >> 5; }
 
 // ---- tiles in shared memory --------------------------------------------------------------------------------------
 
@@ -65,6 +68,25 @@ struct FragmentAddress {
   }
 };
 
+// Where one lane's pairs of an mma's result lie in a tile: `row` is the lane's first, `column` the first column of the
+// results (a multiple of 8; what `at` steps over is a power of two and divides it). Steps down are multiples of 8 rows.
+template <int D>
+struct ResultAddress {
+  u32 row_start, low;
+
+  FROST_FN ResultAddress(u32 tile, int row, int column, int lane)
+      : row_start(tile + row * D * 2 + (lane & 3) * 4), low(Swizzle<D>::key(row) * 16) {
+    constexpr u32 period = Swizzle<D>::kPeriod;
+    row_start += column * 2 & ~(period - 1);
+    low ^= column * 2 & (period - 1);
+  }
+  FROST_FN u32 at(int rows, int chunk) const {
+    constexpr u32 period = Swizzle<D>::kPeriod;
+    const u32 offset = chunk * 16;
+    return row_start + rows * D * 2 + (low ^ (offset & (period - 1))) + (offset & ~(period - 1));
+  }
+};
+
 // Lane's (row, half) for the three kinds of operand; see ptx.cuh for the fragments.
 FROST_FN int a_row(int lane) { return lane & 15; }                             // A from [row][k]
 FROST_FN int a_half(int lane) { return lane >> 4; }
@@ -73,31 +95,36 @@ FROST_FN int bt_half(int lane) { return (lane >> 3) & 1; }
 FROST_FN int b_row(int lane) { return lane & 15; }                             // B from [k][n], transposed load
 FROST_FN int b_half(int lane) { return lane >> 4; }
 
+// The 16-byte copies of one row of a thread: every ACROSS-th chunk from its own on.
+template <int D, int ACROSS, int TO = 0, int C = 0>
+FROST_FN void copy_row(u32 to, const char* from, bool inside, int chunk0, int width) {
+  if constexpr (C < D / 8) {
+    const int present = kExact ? 16 : min_of(max_of(width * 2 - (chunk0 + C) * 16, 0), 16);
+    copy_async<16, TO + C * 16, C * 16>(to, from, inside ? present : 0);
+    copy_row<D, ACROSS, TO, C + ACROSS>(to, from, inside, chunk0, width);
+  }
+}
+
+template <int D, int ROWS, int ACROSS, int PASS = 0>
+FROST_FN void copy_rows(u32 to, const char* from, i64 pitch, int row, u32 below, u32 extent, int chunk0, int width) {
+  constexpr int kDown = kThreads / ACROSS;
+  if constexpr (PASS * kDown < ROWS) {
+    if (ROWS % kDown == 0 || row + PASS * kDown < ROWS)
+      copy_row<D, ACROSS, PASS * kDown * D * 2>(to, from, below + PASS * kDown < extent, chunk0, width);
+    copy_rows<D, ROWS, ACROSS, PASS + 1>(to, from + wide(kDown) * pitch, pitch, row, below, extent, chunk0, width);
+  }
+}
+
 // Fills a tile with rows row0 .. row0 + ROWS - 1 of one head. Rows outside [first, last) and columns past `width` become
-// zeros and are not read: a NaN there goes nowhere.
+// zeros and are not read: a NaN there goes nowhere. `tid` is thread_index(), asked for once by who fills several tiles.
 template <int D, int ROWS>
-FROST_FN void load_tile(u32 tile, const char* base, i64 pitch, int row0, int first, int last, int width) {
-  const int tid = thread_index();
+FROST_FN void load_tile(int tid, u32 tile, const char* base, i64 pitch, int row0, int first, int last, int width) {
   if constexpr (kVec == 16) {
     constexpr int kAcross = Swizzle<D>::kFull ? 8 : 4;  // neighbouring threads read 128 (64) bytes of one row
-    constexpr int kDown = kThreads / kAcross;           // a multiple of 8: a thread's chunks all have one swizzle key
-    static_assert(kDown % 8 == 0, "a pass covers whole swizzle periods");
-    const int chunk0 = tid % kAcross, r0 = tid / kAcross;
-    const char* from = base + wide(row0 + r0) * pitch + chunk0 * 16;
-    const u32 to = tile + Swizzle<D>::at(r0, chunk0);
-#pragma unroll
-    for (int pass = 0; pass * kDown < ROWS; ++pass) {
-      const int row = r0 + pass * kDown;
-      const bool inside = static_cast<u32>(row0 + row - first) < static_cast<u32>(last - first);
-      if (ROWS % kDown == 0 || row < ROWS) {
-#pragma unroll
-        for (int c = 0; c < D / 8; c += kAcross) {
-          const int present = kExact ? 16 : min_of(max_of(width * 2 - (chunk0 + c) * 16, 0), 16);
-          copy_async<16>(to + pass * kDown * D * 2 + c * 16, from + c * 16, inside ? present : 0);
-        }
-      }
-      from += wide(kDown) * pitch;
-    }
+    static_assert(kThreads / kAcross % 8 == 0, "a pass covers whole swizzle periods: a thread's chunks have one key");
+    const u32 chunk0 = static_cast<u32>(tid) % kAcross, row = static_cast<u32>(tid) / kAcross;
+    copy_rows<D, ROWS, kAcross>(tile + Swizzle<D>::at(row, chunk0), base + chunk0 * 16 + wide(row0 + row) * pitch, pitch, row,
+                                row0 + row - first, last - first, chunk0, width);
   } else {
     constexpr int kUnits = D * 2 / kVec;  // per row
 #pragma unroll 4
@@ -188,10 +215,11 @@ struct Walk {
 
 FROST_FN Walk tile_walk(int first, int every_first, int last, int every_last, bool nobody, int block) {
   Walk w;
+  nobody = nobody || last <= first;  // a band that ends before it begins, both in one tile perhaps
   w.first = first;
-  w.last = nobody ? 0 : last;
+  w.last = nobody ? first : last;
   w.lo = first / block * block;
-  w.hi = max_of((w.last + block - 1) / block * block, w.lo);
+  w.hi = nobody ? w.lo : (last + block - 1) / block * block;
   w.full_lo = min_of((every_first + block - 1) / block * block, w.hi);
   w.full_hi = min_of(max_of(every_last / block * block, w.full_lo), w.hi);
   return w;

@@ -46,19 +46,21 @@ FROST_FN void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   }
 }
 
-// Copies `present` (0 .. BYTES) bytes to shared memory and fills the rest of BYTES with zeros; asynchronous for 4, 8
-// and 16 bytes, at once for 2. Nothing is read where present is 0.
-template <int BYTES>
+// Copies `present` (0 .. BYTES) bytes from `from + FROM` to shared memory at `to + TO` and fills the rest of BYTES with
+// zeros; asynchronous for 4, 8 and 16 bytes, at once for 2. Nothing is read where present is 0. The offsets are immediates
+// of the instruction: as additions, the compiler would keep a 64-bit address for each.
+template <int BYTES, int TO = 0, int FROM = 0>
 FROST_FN void copy_async(u32 to, const void* from, int present) {
   static_assert(BYTES == 16 || BYTES == 8 || BYTES == 4 || BYTES == 2, "a copy moves 16, 8, 4 or 2 bytes");
   if constexpr (BYTES == 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(present) : "memory");
+    asm volatile("cp.async.cg.shared.global [%0 + %3], [%1 + %4], 16, %2;"
+                 ::"r"(to), "l"(from), "r"(present), "n"(TO), "n"(FROM) : "memory");
   } else if constexpr (BYTES >= 4) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(BYTES), "r"(present)
-                 : "memory");
+    asm volatile("cp.async.ca.shared.global [%0 + %4], [%1 + %5], %2, %3;"
+                 ::"r"(to), "l"(from), "n"(BYTES), "r"(present), "n"(TO), "n"(FROM) : "memory");
   } else {
-    const u16 value = present ? *static_cast<const u16*>(from) : u16(0);
-    asm volatile("st.shared.u16 [%0], %1;" ::"r"(to), "h"(value) : "memory");
+    const u16 value = present ? static_cast<const u16*>(from)[FROM / 2] : u16(0);
+    asm volatile("st.shared.u16 [%0 + %2], %1;" ::"r"(to), "h"(value), "n"(TO) : "memory");
   }
 }
 
@@ -141,11 +143,13 @@ FROST_FN float widen(u16 bits) {
 }
 
 FROST_FN void barrier() { __syncthreads(); }
-// Of the 64 threads of one pair of warps; `id` is 1 .. 15, one per pair.
-FROST_FN void pair_barrier(int id) { asm volatile("bar.sync %0, 64;" ::"r"(id) : "memory"); }
+// Of the threads of a group of warps; `id` is 1 .. 15, one per group.
+template <int WARPS_OF_GROUP>
+FROST_FN void group_barrier(int id) { asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(WARPS_OF_GROUP * 32) : "memory"); }
 FROST_FN void warp_barrier() { __syncwarp(); }
 FROST_FN float shuffle_xor(float x, int lanes) { return __shfl_xor_sync(0xffffffffu, x, lanes); }
 FROST_FN u32 shuffle_xor(u32 x, int lanes) { return __shfl_xor_sync(0xffffffffu, x, lanes); }
+FROST_FN float shuffle_from(float x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
 FROST_FN bool any_lane(bool x) { return __any_sync(0xffffffffu, x); }
 
 // Volatile: read again where it is asked for. What is computed from it is then not hoisted out of loops, where it would
@@ -153,6 +157,14 @@ FROST_FN bool any_lane(bool x) { return __any_sync(0xffffffffu, x); }
 FROST_FN int thread_index() {
   int x;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+  return x;
+}
+
+// Of another register: what is computed from it has nothing in common with what is computed from the thread's number, so
+// that the compiler does not keep intermediate results of one for the other.
+FROST_FN int lane_index() {
+  int x;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(x));
   return x;
 }
 

@@ -51,7 +51,7 @@ inline std::vector<unsigned char> shared;
 inline std::vector<Fiber> fibers;
 inline std::vector<Meeting> warps;
 inline Meeting block;
-inline Meeting pairs[16];
+inline Meeting groups[16];
 inline ucontext_t scheduler;
 inline int current = 0;
 inline i64 block_number = 0;
@@ -136,7 +136,7 @@ void run_block(i64 number, int threads, int shared_bytes, Body body) {
   fibers = std::vector<Fiber>(threads);
   warps.assign(threads / 32, Meeting());
   block = Meeting();
-  for (Meeting& p : pairs) p = Meeting();
+  for (Meeting& g : groups) g = Meeting();
   for (int i = 0; i < threads; ++i) {
     Fiber& f = fibers[i];
     f.stack.resize(256 * 1024);
@@ -179,6 +179,7 @@ void run_block(i64 number, int threads, int shared_bytes, Body body) {
 }  // namespace emulated
 
 inline int thread_index() { return emulated::current; }
+inline int lane_index() { return emulated::current % 32; }
 inline i64 block_index() { return emulated::block_number; }
 inline float as_float(u32 bits) {
   float r;
@@ -245,8 +246,10 @@ void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   });
 }
 
-template <int BYTES>
+template <int BYTES, int TO = 0, int FROM = 0>
 void copy_async(u32 to, const void* from, int present) {
+  to += TO;
+  from = static_cast<const char*>(from) + FROM;
   if (present < 0 || present > BYTES) emulated::fault("bytes of a copy", present, BYTES);
   if (present && reinterpret_cast<std::uintptr_t>(from) % BYTES) emulated::fault("misaligned global address", (i64)from, BYTES);
   const emulated::Copy copy = {to, from, present, BYTES};
@@ -300,21 +303,23 @@ inline void wait_at(emulated::Meeting& m, int threads) {
   emulated::self().awaited = nullptr;
 }
 inline void barrier() { wait_at(emulated::block, (int)emulated::fibers.size()); }
-inline void pair_barrier(int id) {
-  if (id < 1 || id > 15) emulated::fault("number of a pair's barrier", id);
-  wait_at(emulated::pairs[id], 64);
+template <int WARPS_OF_GROUP>
+void group_barrier(int id) {
+  if (id < 1 || id > 15) emulated::fault("number of a group's barrier", id);
+  wait_at(emulated::groups[id], WARPS_OF_GROUP * 32);
 }
 inline void warp_barrier() { emulated::meet_warp([](emulated::Fiber*) {}); }
-inline float shuffle_xor(float x, int mask) {
+inline float value_of(float x, int thread) {
   emulated::self().value = x;
   float r = 0;
-  const int me = emulated::current;
   emulated::meet_warp([](emulated::Fiber* lanes) {
     for (int l = 0; l < 32; ++l) std::memcpy(&lanes[l].out[0], &lanes[l].value, 4);
   });
-  std::memcpy(&r, &emulated::fibers[me ^ mask].out[0], 4);
+  std::memcpy(&r, &emulated::fibers[thread].out[0], 4);
   return r;
 }
+inline float shuffle_xor(float x, int mask) { return value_of(x, emulated::current ^ mask); }
+inline float shuffle_from(float x, int lane) { return value_of(x, emulated::current / 32 * 32 + lane); }
 inline u32 shuffle_xor(u32 x, int mask) {
   float f, r;
   std::memcpy(&f, &x, 4);
