@@ -33,20 +33,35 @@ class Limits:
 
 
 # A bool or number in msgpack takes one byte and a pointer in memory: values, not bytes, are what memory grows with.
-LIMITS: dict[str, Limits] = {row.what: row for row in (
-    Limits("graph", 16 * _MB, 10, 500_000, 4 * _KB, {"nodes": 10_000, "symbols in a product": 16}),
-    Limits("plan", 16 * _MB, 6, 25_000, 4 * _KB),
-    Limits("kernel bundle", 64 * _MB, 12, 20_000, 64 * _KB),
-    Limits("gate", 4 * _MB, 24, 200_000, 16 * _KB, {"files in a folder": 4_096}),
-    Limits("routing dump", 16 * _MB, 8, 500_000, 16 * _KB),
-    Limits("saved run", 32 * _MB, 16, 1_000_000, 64 * _KB,
-           {"graphs": 500, "nodes of a graph": 20_000, "steps of a plan": 10_000, "benchmarks": 5_000, "suites": 1_000,
-            "gates": 2_000}),
-    Limits("SDPA baseline", 64 * _KB, 6, 1_000, 1 * _KB),
-    Limits("benchmark CSV", 16 * _MB, 1, 1_000_000, 16 * _KB, {"rows": 50_000, "columns": 100}),
-    # Plain data in no file of its own: descriptors, the counts of a pytest worker.
-    Limits("message", 16 * _MB, 32, 500_000, 16 * _MB),
-)}
+LIMITS: dict[str, Limits] = {
+    row.what: row
+    for row in (
+        Limits("graph", 16 * _MB, 10, 500_000, 4 * _KB, {"nodes": 10_000, "symbols in a product": 16}),
+        Limits("plan", 16 * _MB, 6, 25_000, 4 * _KB),
+        Limits("kernel bundle", 64 * _MB, 12, 20_000, 64 * _KB),
+        Limits("gate", 4 * _MB, 24, 200_000, 16 * _KB, {"files in a folder": 4_096}),
+        Limits("routing dump", 16 * _MB, 8, 500_000, 16 * _KB),
+        Limits(
+            "saved run",
+            32 * _MB,
+            16,
+            1_000_000,
+            64 * _KB,
+            {
+                "graphs": 500,
+                "nodes of a graph": 20_000,
+                "steps of a plan": 10_000,
+                "benchmarks": 5_000,
+                "suites": 1_000,
+                "gates": 2_000,
+            },
+        ),
+        Limits("SDPA baseline", 64 * _KB, 6, 1_000, 1 * _KB),
+        Limits("benchmark CSV", 16 * _MB, 1, 1_000_000, 16 * _KB, {"rows": 50_000, "columns": 100}),
+        # Plain data in no file of its own: descriptors, the counts of a pytest worker.
+        Limits("message", 16 * _MB, 32, 500_000, 16 * _MB),
+    )
+}
 
 # A message about a file never holds more of it than this.
 _SHOWN = 120
@@ -64,7 +79,7 @@ def shown(value: object) -> str:
 
 def shown_names(value: Mapping[object, object]) -> list[str]:
     """The keys of a map read from a file, as a message shows them."""
-    names = sorted(str(k)[:_SHOWN // 3] for k in list(value)[:_SHOWN // 4])
+    names = sorted(str(k)[: _SHOWN // 3] for k in list(value)[: _SHOWN // 4])
     return names if len(names) == len(value) else [*names, f"… {len(value)} in all"]
 
 
@@ -74,7 +89,9 @@ def read_limited(path: str | os.PathLike[str], limits: Limits) -> bytes:
     Raises WireError where it is larger than its row, or no regular file (a pipe would be waited for, a device never
     ends), and OSError where it cannot be read.
     """
-    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+    flags = (
+        os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+    )
     fd = os.open(Path(path), flags)
     try:
         info = os.fstat(fd)

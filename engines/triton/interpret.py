@@ -176,6 +176,10 @@ def interpreting() -> Iterator[None]:
         raise RuntimeError(f"Triton interpreter unavailable: {reason}")
     import triton
 
+    # Gluon copies names of the language when it is imported. Were that to happen while the language is patched (Triton
+    # imports it on its own), its kernels could not be compiled in this process any more.
+    with contextlib.suppress(ImportError):
+        importlib.import_module("triton.experimental.gluon.language")
     with LOCK, triton.knobs.runtime.scope(), contextlib.ExitStack() as undo:
         saved = [(place, dict(vars(place))) for place in _patched_places()]
         undo.callback(_restore, saved)

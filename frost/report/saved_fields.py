@@ -53,33 +53,88 @@ TEXT, FLAG = Kind("a text", (str,)), Kind("true or false", (bool,))
 COUNT, REAL = Kind("a whole number of at least 0", (int,)), Kind("a number", (int, float))
 NUMBER = Kind("a number or null", (int, float, type(None)))  # null stands for NaN
 
-_OUTPUT = {"shape": Items(COUNT), "dtype": TEXT, "mean": NUMBER, "largest": NUMBER, "nan": COUNT, "difference": Maybe(NUMBER)}
+_OUTPUT = {
+    "shape": Items(COUNT),
+    "dtype": TEXT,
+    "mean": NUMBER,
+    "largest": NUMBER,
+    "nan": COUNT,
+    "difference": Maybe(NUMBER),
+}
 _RUN = {"ms": REAL, "repeat": COUNT, "outputs": Table(_OUTPUT)}
 _REGION = {"name": TEXT, "offset": COUNT, "bytes": COUNT, "first": COUNT, "last": COUNT}
 
 FIELDS: dict[str, Any] = {
-    "graphs": Items({
-        "name": TEXT, "target": TEXT, "key": Maybe(TEXT),
-        "nodes": Items({"id": COUNT, "kind": TEXT, "label": TEXT, "lines": Items(TEXT)}, "nodes of a graph"),
-        "edges": Items((COUNT, COUNT, TEXT)),
-        "routes": Items({"node": TEXT, "op": TEXT, "engine": TEXT, "gate": TEXT,
-                         "declined": Items((TEXT, TEXT, TEXT, TEXT, TEXT))}),
-        "steps": Items({"name": TEXT, "op": TEXT, "engine": TEXT, "details": Table(TEXT)}, "steps of a plan"),
-        "workspace": {"bytes": COUNT, "regions": Items(_REGION)}, "run": Maybe(_RUN),
-    }, "graphs"),
-    "benchmarks": Items({
-        "title": TEXT, "card": Maybe(TEXT), "dtype": Maybe(TEXT),
-        "rows": Items({"candidate": TEXT, "ms": NUMBER, "tflops": NUMBER, "pinned_ms": Maybe(NUMBER), "status": TEXT}),
-        "ceilings": Items({"label": TEXT, "tflops": NUMBER, "low": Maybe(NUMBER)}),
-    }, "benchmarks"),
-    "routing": Items({
-        "suite": TEXT, "counts": Table(COUNT), "shares": Table(REAL), "declines": Table(Table(COUNT)),
-        "cache_hits": Maybe(Table(COUNT)), "texts": Maybe(Table(Table(TEXT))),
-    }, "suites"),
-    "gates": Items({
-        "name": TEXT, "engine": TEXT, "op": TEXT, "verdict": TEXT, "environment": Maybe(TEXT), "problem": Maybe(TEXT),
-        "covers": Maybe(COUNT), "declined": Maybe(COUNT), "date": Maybe(TEXT), "shipped": Maybe(FLAG),
-    }, "gates"),
+    "graphs": Items(
+        {
+            "name": TEXT,
+            "target": TEXT,
+            "key": Maybe(TEXT),
+            "nodes": Items(
+                {"id": COUNT, "kind": TEXT, "label": TEXT, "lines": Items(TEXT)}, "nodes of a graph"
+            ),
+            "edges": Items((COUNT, COUNT, TEXT)),
+            "routes": Items(
+                {
+                    "node": TEXT,
+                    "op": TEXT,
+                    "engine": TEXT,
+                    "gate": TEXT,
+                    "declined": Items((TEXT, TEXT, TEXT, TEXT, TEXT)),
+                }
+            ),
+            "steps": Items(
+                {"name": TEXT, "op": TEXT, "engine": TEXT, "details": Table(TEXT)}, "steps of a plan"
+            ),
+            "workspace": {"bytes": COUNT, "regions": Items(_REGION)},
+            "run": Maybe(_RUN),
+        },
+        "graphs",
+    ),
+    "benchmarks": Items(
+        {
+            "title": TEXT,
+            "card": Maybe(TEXT),
+            "dtype": Maybe(TEXT),
+            "rows": Items(
+                {
+                    "candidate": TEXT,
+                    "ms": NUMBER,
+                    "tflops": NUMBER,
+                    "pinned_ms": Maybe(NUMBER),
+                    "status": TEXT,
+                }
+            ),
+            "ceilings": Items({"label": TEXT, "tflops": NUMBER, "low": Maybe(NUMBER)}),
+        },
+        "benchmarks",
+    ),
+    "routing": Items(
+        {
+            "suite": TEXT,
+            "counts": Table(COUNT),
+            "shares": Table(REAL),
+            "declines": Table(Table(COUNT)),
+            "cache_hits": Maybe(Table(COUNT)),
+            "texts": Maybe(Table(Table(TEXT))),
+        },
+        "suites",
+    ),
+    "gates": Items(
+        {
+            "name": TEXT,
+            "engine": TEXT,
+            "op": TEXT,
+            "verdict": TEXT,
+            "environment": Maybe(TEXT),
+            "problem": Maybe(TEXT),
+            "covers": Maybe(COUNT),
+            "declined": Maybe(COUNT),
+            "date": Maybe(TEXT),
+            "shipped": Maybe(FLAG),
+        },
+        "gates",
+    ),
     "environment": Table(TEXT),
 }
 

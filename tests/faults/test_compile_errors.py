@@ -197,7 +197,11 @@ def test_a_compiler_that_crashes(fresh_cache: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_an_interrupted_kernel_is_built_by_a_waiter(tmp_path: Path) -> None:
-    made, key, errors = TemplateLoader(lambda: tmp_path), KernelKey("e", "k", (), "sm_90", "d"), [KeyboardInterrupt()]
+    made, key, errors = (
+        TemplateLoader(lambda: tmp_path),
+        KernelKey("e", "k", (), "sm_90", "d"),
+        [KeyboardInterrupt()],
+    )
     built = []
 
     def build() -> Bundle:

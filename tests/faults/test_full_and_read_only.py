@@ -109,7 +109,9 @@ def test_a_full_disk(tmp_path: Path) -> None:
         f"{['OSError:28'] * 4 + ['GateError:28']} True",
         f"(1, 0) {['written'] * 5} 1",
     ]
-    assert len(err) == 1 and "cannot write" in err[0] and "No space left" in err[0] and "memory only" in err[0]
+    assert (
+        len(err) == 1 and "cannot write" in err[0] and "No space left" in err[0] and "memory only" in err[0]
+    )
 
 
 READ_ONLY = """
@@ -165,6 +167,8 @@ def test_writes_that_break_off_in_the_middle(tmp_path: Path) -> None:
     """The first 4 KiB are written and the rest is refused (EFBIG), as where a quota ends. Small plans still fit."""
     out, err = run(LIMITED + WRITERS + WRITES_THAT_BREAK_OFF, tmp_path)
     refused = ["OSError:27"] * 3 + ["GateError:27"]
-    assert out[0].startswith(f"(1, 0) {['written', *refused]} {{'a.plan':") and out[0].count("b'FROSTPLN") == 1
+    assert (
+        out[0].startswith(f"(1, 0) {['written', *refused]} {{'a.plan':") and out[0].count("b'FROSTPLN") == 1
+    )
     assert out[1:] == [f"(1, 0) {['written'] * 5} 6", f"(0, 1) {['written', *refused]} True"]
     assert len(err) == 1 and "File too large" in err[0]

@@ -16,7 +16,10 @@ ROWS = 1 << 44
 def test_no_memory_for_an_output() -> None:
     """The other output, which the caller gave, is untouched: outputs are allocated before the first launch."""
     g = frost.Graph()
-    q, k, v = (g.tensor(n, (1, 1, s, 8), stride=(0, 0, 0, 1), dtype="fp32") for n, s in (("q", ROWS), ("k", 4), ("v", 4)))
+    q, k, v = (
+        g.tensor(n, (1, 1, s, 8), stride=(0, 0, 0, 1), dtype="fp32")
+        for n, s in (("q", ROWS), ("k", 4), ("v", 4))
+    )
     g.output(g.tanh(k), name="first")
     g.output(g.sdpa(q, k, v)[0], name="o")
     plan = g.compile("cpu", engines=["reference"])
@@ -32,7 +35,10 @@ def test_no_memory_for_an_output() -> None:
 
 def test_no_memory_for_the_workspace() -> None:
     g = frost.Graph()
-    x, y = g.tensor("x", (2, ROWS), stride=(0, 0), dtype="fp32"), g.tensor("y", (ROWS, 2), stride=(0, 0), dtype="fp32")
+    x, y = (
+        g.tensor("x", (2, ROWS), stride=(0, 0), dtype="fp32"),
+        g.tensor("y", (ROWS, 2), stride=(0, 0), dtype="fp32"),
+    )
     z = g.tensor("z", (3,), dtype="fp32")
     g.output(g.tanh(z), name="first")
     g.output(g.matmul(g.tanh(x), y), name="o")

@@ -86,7 +86,9 @@ def test_one_plan(engine: str) -> None:
 def test_one_plan_with_many_sizes() -> None:
     """A symbolic plan remembers the layouts of 64 sizes; here every thread walks through 200."""
     s = sym("S", max=4096)
-    plan = Spec(batch=1, heads=(1, 1), seqlens=(s, s), dims=(4, 4)).build().compile("cpu", engines=["reference"])
+    plan = (
+        Spec(batch=1, heads=(1, 1), seqlens=(s, s), dims=(4, 4)).build().compile("cpu", engines=["reference"])
+    )
 
     def feed(n: int) -> dict[str, torch.Tensor]:
         return {name: torch.full((1, 1, n, 4), 0.5 + n % 7) for name in "qkv"}
@@ -100,7 +102,9 @@ def test_one_plan_with_many_sizes() -> None:
     assert len(plan._layouts) <= 64
 
 
-def test_a_hundred_plans_in_a_cache_of_eight(fresh_cache: Path, fresh_routing: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hundred_plans_in_a_cache_of_eight(
+    fresh_cache: Path, fresh_routing: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Compiled and executed in another order by each thread, while the cache lets plans go all the time. The counters
     add up: every compile was a build or a hit."""
     monkeypatch.setenv("FROST_PLAN_CACHE_SIZE", "8")

@@ -33,8 +33,14 @@ def test_spoiled_files_of_every_kind() -> None:
     """No crash, no hang, no memory, no code, no error without a type. The full run is
     `python -m tools.fuzz --inputs 100000`."""
     run = subprocess.run(
-        [sys.executable, "-m", "tools.fuzz", "--inputs", str(INPUTS), "--seed", SEED, "--json"], cwd=ROOT, capture_output=True,
-        text=True, timeout=590, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        [sys.executable, "-m", "tools.fuzz", "--inputs", str(INPUTS), "--seed", SEED, "--json"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=590,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     shares = [Share(**s) for s in json.loads(run.stdout)]
     assert run.returncode == 0, run.stderr[-4000:]
     assert sum(s.inputs for s in shares) == INPUTS and [s.target for s in shares] == list(TARGETS)
@@ -105,11 +111,14 @@ def watch() -> Callable[[Callable[[bytes, Path], None], Path], Share]:
             worker.signal.signal(worker.signal.SIGALRM, previous)
             worker.resource.setrlimit(worker.resource.RLIMIT_AS, (hard, hard))
         return share
+
     return run
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_what_must_not_happen_is_found(what: str, tmp_path: Path, watch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_must_not_happen_is_found(
+    what: str, tmp_path: Path, watch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(worker, "LIMIT_S", 0.5)
     use, said = BAD[what]
     share = watch(use, tmp_path)
@@ -126,7 +135,9 @@ def test_a_typed_error_and_a_result_are_no_findings(tmp_path: Path, watch: Any) 
     assert watch(lambda data, folder: None, tmp_path).taken == 1
 
 
-@pytest.mark.parametrize("how, said", [("os.kill(os.getpid(), 11)", "exit status -11"), ("hang()", "no end within")])
+@pytest.mark.parametrize(
+    "how, said", [("os.kill(os.getpid(), 11)", "exit status -11"), ("hang()", "no end within")]
+)
 def test_a_process_that_dies_or_hangs_is_found_and_the_rest_goes_on(
     how: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,7 +172,9 @@ def test_an_input_is_repeated_by_its_number_and_the_valid_ones_are_taken(name: s
     corpus = Corpus(target, tmp_path)
     for data, tree in zip(corpus.files, corpus.trees):
         target.use(data, tmp_path)
-        target.use(target.format.seal(target.format.write(tree)), tmp_path)  # taken apart and put together again
+        target.use(
+            target.format.seal(target.format.write(tree)), tmp_path
+        )  # taken apart and put together again
     made = [corpus.input("s", i) for i in range(60)]
     assert made == [corpus.input("s", i) for i in range(60)] and len(set(made)) > 45
     assert made[:10] != [corpus.input("t", i) for i in range(10)]
@@ -170,7 +183,9 @@ def test_an_input_is_repeated_by_its_number_and_the_valid_ones_are_taken(name: s
 ODD: tuple[Any, ...] = (None, True, -1, 2**63, 0.5, "x", "", [], {}, [[]], {"x": None})
 
 
-@pytest.mark.parametrize("name", ["graph", "gate", "routing.msgpack", "saved run", "SDPA baseline", "op record"])
+@pytest.mark.parametrize(
+    "name", ["graph", "gate", "routing.msgpack", "saved run", "SDPA baseline", "op record"]
+)
 def test_every_member_of_a_valid_file_replaced_by_everything_odd(name: str, tmp_path: Path) -> None:
     """No chance in it: each place once, with each value, and once left out."""
     target = TARGETS[name]

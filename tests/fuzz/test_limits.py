@@ -22,6 +22,7 @@ from descriptors.limits import read_limited, shown, shown_names
 from engines.template_loader import Bundle, KernelKey, TemplateLoader
 from frost import GraphError, PlanError, gates, load_plan, routing, sdpa_baseline, validate
 from frost.commands.common import UsageError, load_graph
+from frost.fuse import fuse
 from frost.gate_file import GateFormatError, gate_from_bytes
 from frost.graph import Graph
 from frost.report import SavedError, load_saved
@@ -114,7 +115,12 @@ def nested(depth: int) -> Any:
 # what -> (limits, a value at the limit, the same with one more, what is said)
 EDGES: dict[str, tuple[Any, Any, Any, str]] = {
     "depth": (replace(MESSAGE, max_depth=5), nested(5), nested(6), "nested too deeply"),
-    "depth, maps": (replace(MESSAGE, max_depth=2), {"a": {"b": 1}, "c": {}}, {"a": {"b": {}}}, "nested too deeply"),
+    "depth, maps": (
+        replace(MESSAGE, max_depth=2),
+        {"a": {"b": 1}, "c": {}},
+        {"a": {"b": {}}},
+        "nested too deeply",
+    ),
     "text": (replace(MESSAGE, max_text=8), ["ä" * 4], ["ä" * 4 + "x"], "a text of"),
     "text, key": (replace(MESSAGE, max_text=3), {"abc": 1}, {"abcd": 1}, "a text of"),
 }
@@ -144,7 +150,9 @@ def test_the_number_of_values() -> None:
 
 SMALL_AND_LARGE: dict[str, Callable[[int], bytes]] = {
     "empty lists in msgpack": lambda n: b"\xdd" + n.to_bytes(4, "big") + b"\x90" * n,
-    "lists that declare what is not there": lambda n: b"\xdd" + (n - 5).to_bytes(4, "big") + b"\xdd\0\x40\0\0" * (n // 5),
+    "lists that declare what is not there": lambda n: (
+        b"\xdd" + (n - 5).to_bytes(4, "big") + b"\xdd\0\x40\0\0" * (n // 5)
+    ),
     "a text that declares what is not there": lambda n: b"\xdb\xff\xff\xff\xff" + b"x" * n,
     "empty lists in JSON": lambda n: b"[" + b"[]," * (n // 3) + b"0]",
     "numbers in JSON": lambda n: b"[" + b"0," * (n // 2) + b"0]",
@@ -179,7 +187,9 @@ MEASURED = """
 def test_many_values_in_few_bytes(what: str) -> None:
     """15 MB that a parser alone would turn into a gigabyte, or take minutes for."""
     tests = str(Path(__file__).parent)
-    out, _ = finish(start(f"    import sys\n    sys.path.insert(0, {tests!r})\n" + MEASURED, what), timeout=100)
+    out, _ = finish(
+        start(f"    import sys\n    sys.path.insert(0, {tests!r})\n" + MEASURED, what), timeout=100
+    )
     seconds, mb = map(float, out.split())
     assert seconds < 10 and mb < 150, out
 
@@ -187,20 +197,62 @@ def test_many_values_in_few_bytes(what: str) -> None:
 # ---- what JSON and msgpack can say and we do not take ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", [
-    "NaN", "Infinity", "-Infinity", "1e999", "-1e999", "9" * 20, "-" + "9" * 20, "9" * 5000, '"\\ud800"', '{"\\udc00x": 1}', "\ufeff1", "",
-    "{", "1 2", '"\x01"', "'x'", "[1,]", "{1: 2}"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "NaN",
+        "Infinity",
+        "-Infinity",
+        "1e999",
+        "-1e999",
+        "9" * 20,
+        "-" + "9" * 20,
+        "9" * 5000,
+        '"\\ud800"',
+        '{"\\udc00x": 1}',
+        "\ufeff1",
+        "",
+        "{",
+        "1 2",
+        '"\x01"',
+        "'x'",
+        "[1,]",
+        "{1: 2}",
+    ],
+)
 def test_json_that_is_refused(text: str) -> None:
     with pytest.raises(WireError):
         parse_json(text.encode(), MESSAGE)
 
 
-@pytest.mark.parametrize("text", ['"\\ud83d\\ude00"', '"\\\\ud800"', '"\\\\\\"[{"', '{"a\\"[": "]\\\\"}', "1e-999", str(2**63 - 1), "-0.0"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        '"\\ud83d\\ude00"',
+        '"\\\\ud800"',
+        '"\\\\\\"[{"',
+        '{"a\\"[": "]\\\\"}',
+        "1e-999",
+        str(2**63 - 1),
+        "-0.0",
+    ],
+)
 def test_json_that_is_taken(text: str) -> None:
     assert repr(parse_json(text.encode(), MESSAGE)) == repr(json.loads(text))
 
 
-@pytest.mark.parametrize("data", [b"\xd4\x01x", b"\xd6\xff\0\0\0\0", b"\xc7\x08\xff12345678", b"\xc1", b"\x81\x01\x02", b"\x81\x90\x02", b"\xa2\xff\xfe"])
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\xd4\x01x",
+        b"\xd6\xff\0\0\0\0",
+        b"\xc7\x08\xff12345678",
+        b"\xc1",
+        b"\x81\x01\x02",
+        b"\x81\x90\x02",
+        b"\xa2\xff\xfe",
+    ],
+)
 def test_msgpack_that_is_refused(data: bytes) -> None:
     """Extension types and timestamps, keys that are no texts, text that is no UTF-8."""
     with pytest.raises(WireError):
@@ -208,10 +260,19 @@ def test_msgpack_that_is_refused(data: bytes) -> None:
 
 
 VALUES = st.recursive(
-    st.one_of(st.none(), st.booleans(), st.integers(-(2**62), 2**62), st.floats(allow_nan=False, allow_infinity=False),
-              st.text(st.characters(exclude_categories=["Cs"]), max_size=12)),
-    lambda x: st.one_of(st.lists(x, max_size=4), st.dictionaries(st.text(st.characters(exclude_categories=["Cs"]), max_size=6), x, max_size=4)),
-    max_leaves=20)
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(-(2**62), 2**62),
+        st.floats(allow_nan=False, allow_infinity=False),
+        st.text(st.characters(exclude_categories=["Cs"]), max_size=12),
+    ),
+    lambda x: st.one_of(
+        st.lists(x, max_size=4),
+        st.dictionaries(st.text(st.characters(exclude_categories=["Cs"]), max_size=6), x, max_size=4),
+    ),
+    max_leaves=20,
+)
 
 
 def depth(value: Any) -> int:
@@ -224,7 +285,10 @@ def depth(value: Any) -> int:
 @given(VALUES, st.booleans())
 def test_both_formats_measure_what_is_there(value: Any, ascii_only: bool) -> None:
     """Any plain value comes back, at exactly its own depth."""
-    for data, read in ((pack(value), unpack), (json.dumps(value, ensure_ascii=ascii_only).encode(), parse_json)):
+    for data, read in (
+        (pack(value), unpack),
+        (json.dumps(value, ensure_ascii=ascii_only).encode(), parse_json),
+    ):
         assert read(data, replace(MESSAGE, max_depth=depth(value))) == value
         if depth(value):
             with pytest.raises(WireError, match="nested too deeply"):
@@ -280,7 +344,28 @@ def test_a_small_file_is_no_large_task(what: str) -> None:
     be read."""
     out, _ = finish(start(ATTACKED, Path(__file__).parent, what), timeout=200)
     seconds, mb, said = map(float, out.split())
-    assert seconds < 40 and mb < 200 and said < 10e6, out
+    assert seconds < 25 and mb < 200 and said < 10e6, out
+
+
+def _seconds(data: bytes) -> float:
+    """Of the processor, for reading, printing, validating and ordering; the best of three."""
+    took = []
+    for _ in range(3):
+        begun = time.process_time()
+        g = Graph.from_bytes(data)
+        g.to_text()
+        g.validate()
+        fuse(g)
+        took.append(time.process_time() - begun)
+    return min(took)
+
+
+@pytest.mark.parametrize("make", [attacks.a_long_chain, attacks.every_op_handed_out])
+def test_work_grows_with_the_file_and_not_with_its_square(make: Callable[[int], bytes]) -> None:
+    """Four times the nodes: four times the work, sixteen times were it quadratic."""
+    small, large = make(attacks.NODES // 4), make(attacks.NODES)
+    few, many = _seconds(small), _seconds(large)
+    assert many < 9 * few, (few, many)
 
 
 def test_a_graph_that_breaks_every_rule_lists_the_first_thousand() -> None:
@@ -306,22 +391,36 @@ def test_what_a_plan_cannot_be_read_back_from_is_not_written(tmp_path: Path) -> 
 HEAD = ["suite", "case", "direction", "candidate", "status", "ms", "tflops", "check", "card", "dtype"]
 
 
-@pytest.mark.parametrize("names, rows, said", [
-    (HEAD, 3, "3 rows, expected at most 2"), ([*HEAD, "more", "and more"], 1, "12 columns, expected at most 11"),
-    ([*HEAD, "more"], 2, "more than 20 values")])
+@pytest.mark.parametrize(
+    "names, rows, said",
+    [
+        (HEAD, 3, "3 rows, expected at most 2"),
+        ([*HEAD, "more", "and more"], 1, "12 columns, expected at most 11"),
+        ([*HEAD, "more"], 2, "more than 20 values"),
+    ],
+)
 def test_rows_and_columns_of_a_benchmark(
     names: list[str], rows: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    small = replace(LIMITS["benchmark CSV"], max_values=20 if rows == 2 else 100, counts={"rows": 2, "columns": 11})
+    small = replace(
+        LIMITS["benchmark CSV"], max_values=20 if rows == 2 else 100, counts={"rows": 2, "columns": 11}
+    )
     monkeypatch.setitem(LIMITS, "benchmark CSV", small)
     (tmp_path / "x.csv").write_text(",".join(names) + "\n" + (",".join("1" * len(names)) + "\n") * rows)
     with pytest.raises(SavedError, match=said):
         csv_facts(tmp_path / "x.csv")
 
 
-@pytest.mark.parametrize("line, said", [
-    ("a,b", "expected 10 columns"), ("a," * 10 + "b", "expected 10 columns"), ("a," * 9 + "x" * 20_000, "at most 16384"),
-    ("a,b,c,d,ok,soon,,,,", "given 'soon', expected a number"), ('"a', "unexpected end")])
+@pytest.mark.parametrize(
+    "line, said",
+    [
+        ("a,b", "expected 10 columns"),
+        ("a," * 10 + "b", "expected 10 columns"),
+        ("a," * 9 + "x" * 20_000, "at most 16384"),
+        ("a,b,c,d,ok,soon,,,,", "given 'soon', expected a number"),
+        ('"a', "unexpected end"),
+    ],
+)
 def test_lines_of_a_benchmark(line: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_text(",".join(HEAD) + "\n" + line)
     with pytest.raises(SavedError, match=said):
@@ -351,8 +450,19 @@ def test_the_root_of_the_errors() -> None:
     """Whoever catches FrostError catches everything that we say on purpose."""
     import frost
 
-    for error in (frost.BindError, frost.DriverError, frost.GateError, frost.GraphError, frost.NotSupportedError, frost.PlanError,
-                  frost.WireError, routing.RoutingError, SavedError, GateFormatError, sdpa_baseline.BaselineError):
+    for error in (
+        frost.BindError,
+        frost.DriverError,
+        frost.GateError,
+        frost.GraphError,
+        frost.NotSupportedError,
+        frost.PlanError,
+        frost.WireError,
+        routing.RoutingError,
+        SavedError,
+        GateFormatError,
+        sdpa_baseline.BaselineError,
+    ):
         assert issubclass(error, frost.FrostError) and issubclass(error, (ValueError, RuntimeError))
     assert frost.FrostError is FrostError
     with pytest.raises(GateFormatError, match="nested too deeply"):

@@ -33,8 +33,12 @@ MB = 1 << 20
 
 def ours() -> list[str]:
     """Engines of ours that run here."""
-    target = Target.cuda(torch.cuda.get_device_capability()) if torch.cuda.is_available() else Target.cuda((8, 0))
-    return [n for n in ("triton", "sm80") if n in registry.names() and registry.get(n).unavailable(target) is None]
+    target = (
+        Target.cuda(torch.cuda.get_device_capability()) if torch.cuda.is_available() else Target.cuda((8, 0))
+    )
+    return [
+        n for n in ("triton", "sm80") if n in registry.names() and registry.get(n).unavailable(target) is None
+    ]
 
 
 # ---- memory that runs out ----------------------------------------------------------------------------------------
@@ -43,12 +47,15 @@ def ours() -> list[str]:
 @pytest.fixture
 def limited() -> Iterator[Any]:
     """`limited(nbytes)`: PyTorch may reserve so many more bytes than now."""
+
     def limit(nbytes: int) -> None:
         torch.cuda.synchronize()
         gc.collect()
         torch.cuda.empty_cache()
         total = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(min((torch.cuda.memory_reserved() + nbytes) / total, 1.0), 0)
+        torch.cuda.set_per_process_memory_fraction(
+            min((torch.cuda.memory_reserved() + nbytes) / total, 1.0), 0
+        )
 
     yield limit
     torch.cuda.set_per_process_memory_fraction(1.0, 0)
@@ -59,7 +66,12 @@ def test_memory_that_runs_out_in_attention(deterministic: bool, limited: Any) ->
     """Forward and backward, with a little more memory each time, so that one allocation after the other fails:
     PyTorch's own error each time, nothing kept, and afterwards the same bits."""
     q, k, v = (harness.randn(2, 8, 4096, 64, seed=i).requires_grad_() for i in range(3))
-    how: dict[str, Any] = {"engines": ["triton"], "gates": "off", "causal": True, "deterministic": deterministic}
+    how: dict[str, Any] = {
+        "engines": ["triton"],
+        "gates": "off",
+        "causal": True,
+        "deterministic": deterministic,
+    }
     do = harness.randn(2, 8, 4096, 64, seed=3)
 
     def call() -> list[torch.Tensor]:
@@ -270,7 +282,10 @@ def test_machine_code_that_the_driver_refuses(fresh_cache: Path, monkeypatch: py
 def _shapes() -> list[tuple[int, int, int, int, int]]:
     """(B, Hq, Hk, Sq, Sk), all different, in an order that has everything early."""
     heads = [(1, 1), (2, 1), (2, 2), (3, 1), (4, 2)]
-    made = [(b, hq, hk, sq, sk) for sq, sk, b, (hq, hk) in itertools.product(range(1, 26), range(1, 21), range(1, 5), heads)]
+    made = [
+        (b, hq, hk, sq, sk)
+        for sq, sk, b, (hq, hk) in itertools.product(range(1, 26), range(1, 21), range(1, 5), heads)
+    ]
     random.Random(0).shuffle(made)
     return made
 
@@ -301,7 +316,12 @@ def test_ten_thousand_shapes(engine: str, fresh_cache: Path) -> None:
     before = cache.info()
     for n, (b, hq, hk, sq, sk) in enumerate(shapes):
         if n == WARM:
-            used, host, before, loaded = _device_used_mb(), _resident_mb(), cache.info(), dict(cuda_driver._loaded)
+            used, host, before, loaded = (
+                _device_used_mb(),
+                _resident_mb(),
+                cache.info(),
+                dict(cuda_driver._loaded),
+            )
         scale = 1.0 + n % 5
         q = torch.ones(b, hq, sq, 64, device="cuda", dtype=torch.bfloat16, requires_grad=n % 20 == 0)
         k = torch.ones(b, hk, sk, 64, device="cuda", dtype=torch.bfloat16, requires_grad=n % 20 == 0)
@@ -310,21 +330,33 @@ def test_ten_thousand_shapes(engine: str, fresh_cache: Path) -> None:
         if n % 20 == 0:
             o.float().sum().backward()
         if n % 50 == 0:
-            assert torch.allclose(o.float(), torch.full_like(o, scale).float(), rtol=1e-2), (b, hq, hk, sq, sk)
+            assert torch.allclose(o.float(), torch.full_like(o, scale).float(), rtol=1e-2), (
+                b,
+                hq,
+                hk,
+                sq,
+                sk,
+            )
     after = cache.info()
     assert after.plans_built - before.plans_built >= SHAPES - WARM and after.plans <= after.capacity
     assert (after.kernels_compiled, after.disk_hits) == (before.kernels_compiled, before.disk_hits)
     assert cuda_driver._loaded.keys() == loaded.keys()
     grown, grown_host = _device_used_mb() - used, _resident_mb() - host
-    print(f"{engine}: {SHAPES} shapes, device {used:.0f} {grown:+.1f} MB, host {host:.0f} {grown_host:+.1f} MB, "
-          f"{after.kernels_compiled} kernels", file=sys.stderr)
+    print(
+        f"{engine}: {SHAPES} shapes, device {used:.0f} {grown:+.1f} MB, host {host:.0f} {grown_host:+.1f} MB, "
+        f"{after.kernels_compiled} kernels",
+        file=sys.stderr,
+    )
     assert grown < 64, f"{grown:.0f} MB more of the device than after {WARM} shapes"
     assert grown_host < 64, f"{grown_host:.0f} MB more resident than after {WARM} shapes"
 
 
 def test_thirty_two_threads_on_one_plan() -> None:
     """Each with a stream, buffers and a bound call of its own."""
-    inputs = [{n: t for n, t in harness.dense_inputs(1, 4, 2, 200, 264, 64, seed=10 * i).items() if n != "do"} for i in range(32)]
+    inputs = [
+        {n: t for n, t in harness.dense_inputs(1, 4, 2, 200, 264, 64, seed=10 * i).items() if n != "do"}
+        for i in range(32)
+    ]
     plan = harness.forward_plan(inputs[0], {"o": harness.nan_like(inputs[0]["q"])}, causal=True)
     want = [plan.execute(feed)["o"].clone() for feed in inputs]
     torch.cuda.synchronize()
@@ -338,7 +370,9 @@ def test_thirty_two_threads_on_one_plan() -> None:
                 for _ in range(50):
                     out.fill_(float("nan"))
                     call()
-                    if not harness.same_bits(out, want[i]) or not harness.same_bits(plan.execute(inputs[i])["o"], want[i]):
+                    if not harness.same_bits(out, want[i]) or not harness.same_bits(
+                        plan.execute(inputs[i])["o"], want[i]
+                    ):
                         errors.append(f"thread {i} got another answer")
                         return
         except BaseException as e:

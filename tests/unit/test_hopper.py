@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -159,3 +164,29 @@ def test_backward_scratch_is_the_sum_of_dq_and_two_numbers_per_row() -> None:
     executable.params = hopper.backward_params(desc)
     rows = 2 * 4 * 128  # the backward of 100 rows works on whole tiles
     assert {r.name: r.nbytes for r in executable.workspace(desc)} == {"row_stats": 8 * rows, "dq_sums": 4 * rows * 128}
+
+
+def test_tiles_from_the_command_line_are_those_of_the_general_kernels() -> None:
+    """A benchmark of `--blocks fwd=…` must not time the Hopper kernels instead."""
+    from tools.bench import overrides
+
+    with overrides.tiles({"fwd": (64, 64, 4, 2)}):
+        assert not hopper.serves_forward(SERVED["d64"], SM90)
+    assert hopper.serves_forward(SERVED["d64"], SM90)
+
+
+@compiled
+def test_compiles_in_a_process_that_has_interpreted() -> None:
+    """Interpreting patches Triton's language; what Gluon copies from it must not be a patched name."""
+    script = ("import torch, frost\n"
+              "from engines.base import Target\n"
+              "q = torch.randn(1, 1, 16, 16)\n"
+              "frost.attention(q, q, q, engines=['triton'])\n"
+              "g = frost.Graph('after')\n"
+              "t = [g.tensor(n, (1, 1, 64, 64), dtype='bf16') for n in 'qkv']\n"
+              "g.output(g.sdpa(*t)[0], name='o')\n"
+              "print(g.compile(Target.cuda((9, 0)), engines=['triton'], gates='off').explain())\n")
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200, env={
+        **os.environ, "FROST_CACHE_DIR": tempfile.mkdtemp(), "PYTHONPATH": str(Path(__file__).parents[2])})
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "sdpa_fwd_hopper" in done.stdout

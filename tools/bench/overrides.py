@@ -35,9 +35,10 @@ def parse_override(text: str) -> tuple[str, Blocks]:
 
 @contextlib.contextmanager
 def tiles(overrides: Mapping[str, Blocks]) -> Iterator[None]:
-    """Every row of a named kernel's table has these tiles meanwhile. Plans made outside are forgotten, and so
-    are those made inside: a plan's key does not know about this. Compiled kernels are keyed on their tiles
-    and stay."""
+    """Every row of a named kernel's table has these tiles meanwhile, and no other kernels (those of Hopper cards) stand
+    in for it. Plans made outside are forgotten, and so are those made inside: a plan's key does not know about
+    this. Compiled kernels are keyed on their tiles and stay."""
+    from engines.triton import hopper
     from engines.triton.params import Blocks as Config
     from frost import cache
 
@@ -48,11 +49,14 @@ def tiles(overrides: Mapping[str, Blocks]) -> Iterator[None]:
         rows = getattr(module, table)
         saved.append((module, table, rows))
         setattr(module, table, tuple(replace(row, blocks=Config(*blocks)) for row in rows))
+    serves = hopper.serves
     if saved:
+        hopper.serves = lambda *args, **options: False
         cache.clear()
     try:
         yield
     finally:
+        hopper.serves = serves
         for module, table, rows in reversed(saved):
             setattr(module, table, rows)
         if saved:

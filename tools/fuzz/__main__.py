@@ -28,7 +28,9 @@ from .worker import Share
 ROOT = Path(__file__).resolve().parents[2]
 _BLOCK = 2_000  # inputs of one process
 _PROCESS = [sys.executable, "-m", "tools.fuzz"]
-_HUNG_S = 6 * worker.LIMIT_S  # without progress; beyond the worker's own limit it hangs where no signal reaches
+_HUNG_S = (
+    6 * worker.LIMIT_S
+)  # without progress; beyond the worker's own limit it hangs where no signal reaches
 
 
 def counts(inputs: int, names: Sequence[str]) -> dict[str, int]:
@@ -46,18 +48,37 @@ def block(name: str, start: int, stop: int, seed: str) -> Share:
         with tempfile.TemporaryDirectory(prefix="frost-fuzz-") as folder:
             board, out, err = (Path(folder) / n for n in ("board", "out.json", "err"))
             board.write_bytes(worker.NO_INPUT + bytes(8))
-            command = [*_PROCESS, "--worker", str(out), "--target", name, "--seed", seed,
-                       "--range", str(at), str(stop), "--board", str(board)]
+            command = [
+                *_PROCESS,
+                "--worker",
+                str(out),
+                "--target",
+                name,
+                "--seed",
+                seed,
+                "--range",
+                str(at),
+                str(stop),
+                "--board",
+                str(board),
+            ]
             with err.open("wb") as errors:
-                process = subprocess.Popen(command, cwd=ROOT, stdout=errors, stderr=errors,
-                                           env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+                process = subprocess.Popen(
+                    command,
+                    cwd=ROOT,
+                    stdout=errors,
+                    stderr=errors,
+                    env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+                )
                 why = _wait(process, board)
             if not why and out.exists():
                 share.add(Share(**json.loads(out.read_text())))
                 return share
             text = err.read_text(errors="replace")
             if board.read_bytes()[:8] == worker.NO_INPUT:
-                raise RuntimeError(f"fuzz: {name}: a process that was at no input failed ({why})\n{text[-3000:]}")
+                raise RuntimeError(
+                    f"fuzz: {name}: a process that was at no input failed ({why})\n{text[-3000:]}"
+                )
             index = int.from_bytes(board.read_bytes()[:8], "little")
             share.inputs += int.from_bytes(board.read_bytes()[8:], "little") + 1
             share.found(index, why or f"exit status {process.returncode}", b"", text)
@@ -82,8 +103,10 @@ def _wait(process: subprocess.Popen[bytes], board: Path) -> str:
 
 def table(shares: Iterable[Share]) -> str:
     """Markdown, one row per kind of file."""
-    rows = ["| kind of file | inputs | taken | refused, by error | slowest | memory, at most | findings |",
-            "|---|---|---|---|---|---|---|"]
+    rows = [
+        "| kind of file | inputs | taken | refused, by error | slowest | memory, at most | findings |",
+        "|---|---|---|---|---|---|---|",
+    ]
     whole = Share("**all**")
     for share in shares:
         whole.add(share)
@@ -93,25 +116,43 @@ def table(shares: Iterable[Share]) -> str:
 
 def _row(s: Share) -> str:
     refused = ", ".join(f"{name} {n:,}" for name, n in sorted(s.refused.items(), key=lambda p: -p[1]))
-    return (f"| {s.target} | {s.inputs:,} | {s.taken:,} | {refused} | {s.slowest_s * 1e3:.0f} ms | +{s.peak_mb:.0f} MB | "
-            f"{s.findings} |")
+    return (
+        f"| {s.target} | {s.inputs:,} | {s.taken:,} | {refused} | {s.slowest_s * 1e3:.0f} ms | +{s.peak_mb:.0f} MB | "
+        f"{s.findings} |"
+    )
 
 
 def limits_table() -> str:
     """Markdown: what is taken in of each kind of file."""
-    rows = ["| kind of file | bytes | levels | values | bytes of a text | counts |", "|---|---|---|---|---|---|"]
+    rows = [
+        "| kind of file | bytes | levels | values | bytes of a text | counts |",
+        "|---|---|---|---|---|---|",
+    ]
     for r in LIMITS.values():
         more = ", ".join(f"{n:,} {name}" for name, n in r.counts.items())
-        rows.append(f"| {r.what} | {r.max_bytes:,} | {r.max_depth} | {r.max_values:,} | {r.max_text:,} | {more} |")
+        rows.append(
+            f"| {r.what} | {r.max_bytes:,} | {r.max_depth} | {r.max_values:,} | {r.max_text:,} | {more} |"
+        )
     return "\n".join(rows)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tools.fuzz", description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--inputs", type=int, default=10_000, help="how many, over all targets (default 10000)")
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.fuzz", description=__doc__.split("\n")[0] if __doc__ else None
+    )
+    parser.add_argument(
+        "--inputs", type=int, default=10_000, help="how many, over all targets (default 10000)"
+    )
     parser.add_argument("--seed", default="0", help="another text, other inputs (default 0)")
-    parser.add_argument("--target", action="append", choices=list(TARGETS), help="only this kind of file; may be repeated")
-    parser.add_argument("--only", type=int, metavar="NUMBER", help="one input of one target, in this process, with its traceback")
+    parser.add_argument(
+        "--target", action="append", choices=list(TARGETS), help="only this kind of file; may be repeated"
+    )
+    parser.add_argument(
+        "--only",
+        type=int,
+        metavar="NUMBER",
+        help="one input of one target, in this process, with its traceback",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     parser.add_argument("--limits", action="store_true", help="print the table of limits, and nothing else")
     for hidden in ("--worker", "--board"):
@@ -142,8 +183,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(json.dumps([asdict(s) for s in shares]) if args.json else table(shares))
     examples = [e for s in shares for e in s.examples]
     for e in examples:
-        print(f"\n{e['what']}: python -m tools.fuzz --target '{e['target']}' --seed {args.seed} --only {e['index']}\n"
-              f"{e['detail'][-1500:]}", file=sys.stderr)
+        print(
+            f"\n{e['what']}: python -m tools.fuzz --target '{e['target']}' --seed {args.seed} --only {e['index']}\n"
+            f"{e['detail'][-1500:]}",
+            file=sys.stderr,
+        )
     return 1 if any(s.findings for s in shares) else 0
 
 

@@ -13,20 +13,112 @@ from typing import Any
 # Texts that would do something if anybody executed, opened, printed or rendered them.
 MARK = "fuzz<img src=x onerror=alert(1)>"
 TEXTS = (
-    "", " ", "\0", "\n", "x" * 300, "x" * 5000, "ä" * 200, "\u202e", "\U0001f600", "../../etc/passwd", "/dev/zero", "{0.__class__}",
-    "%s%n", "__import__('os').system('true')", "!!python/object/apply:os.system ['true']", "nan", "inf", "-1", "True", MARK,
-    f"\"'>{MARK}", "q", "sdpa", "triton", "reference", "fp32", "bf16", "pass", "schema", "sm_90", "cpu",
+    "",
+    " ",
+    "\0",
+    "\n",
+    "x" * 300,
+    "x" * 5000,
+    "ä" * 200,
+    "\u202e",
+    "\U0001f600",
+    "../../etc/passwd",
+    "/dev/zero",
+    "{0.__class__}",
+    "%s%n",
+    "__import__('os').system('true')",
+    "!!python/object/apply:os.system ['true']",
+    "nan",
+    "inf",
+    "-1",
+    "True",
+    MARK,
+    f"\"'>{MARK}",
+    "q",
+    "sdpa",
+    "triton",
+    "reference",
+    "fp32",
+    "bf16",
+    "pass",
+    "schema",
+    "sm_90",
+    "cpu",
 )
 NUMBERS: tuple[Any, ...] = (
-    0, 1, -1, 2, 3, 7, 8, 15, 16, 17, 127, 128, 255, 256, 1000, 65_535, 65_536, 2**31 - 1, 2**31, 2**32, 2**53, 2**62,
-    2**63 - 1, -(2**31), -(2**63), 2**63, 2**64 - 1, 0.0, -0.0, 0.5, 1e-300, 1e300, math.nan, math.inf, -math.inf, True, False,
+    0,
+    1,
+    -1,
+    2,
+    3,
+    7,
+    8,
+    15,
+    16,
+    17,
+    127,
+    128,
+    255,
+    256,
+    1000,
+    65_535,
+    65_536,
+    2**31 - 1,
+    2**31,
+    2**32,
+    2**53,
+    2**62,
+    2**63 - 1,
+    -(2**31),
+    -(2**63),
+    2**63,
+    2**64 - 1,
+    0.0,
+    -0.0,
+    0.5,
+    1e-300,
+    1e300,
+    math.nan,
+    math.inf,
+    -math.inf,
+    True,
+    False,
 )
 # Beginnings of values that declare more than there is, of types nobody writes, and of what other formats begin with.
 HEADERS = (
-    b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff", b"\xdc\xff\xff", b"\xde\xff\xff",
-    b"\xc7\x08\xff", b"\xd6\xff\0\0\0\0", b"\xc1", b"\x80\x04\x95", b"\xcb\x7f\xf0\0\0\0\0\0\0", b"\xcb\x7f\xf8\0\0\0\0\0\0", b"\xa5\xff\xfe\xfd\xfc\xfb",
-    b"\xef\xbb\xbf", b"\xff\xfe", b'"\\ud800"', b"1e999", b"-1e999", b"NaN", b"Infinity", b"9" * 40, b"9" * 5000, b"1e-9999", b'"\\u0000"',
-    b"\\", b'"', b"{", b"[", b"}", b"]", b",", b":", b"null",
+    b"\xdd\xff\xff\xff\xff",
+    b"\xdf\xff\xff\xff\xff",
+    b"\xdb\xff\xff\xff\xff",
+    b"\xc6\xff\xff\xff\xff",
+    b"\xdc\xff\xff",
+    b"\xde\xff\xff",
+    b"\xc7\x08\xff",
+    b"\xd6\xff\0\0\0\0",
+    b"\xc1",
+    b"\x80\x04\x95",
+    b"\xcb\x7f\xf0\0\0\0\0\0\0",
+    b"\xcb\x7f\xf8\0\0\0\0\0\0",
+    b"\xa5\xff\xfe\xfd\xfc\xfb",
+    b"\xef\xbb\xbf",
+    b"\xff\xfe",
+    b'"\\ud800"',
+    b"1e999",
+    b"-1e999",
+    b"NaN",
+    b"Infinity",
+    b"9" * 40,
+    b"9" * 5000,
+    b"1e-9999",
+    b'"\\u0000"',
+    b"\\",
+    b'"',
+    b"{",
+    b"[",
+    b"}",
+    b"]",
+    b",",
+    b":",
+    b"null",
 )
 
 
@@ -65,7 +157,13 @@ def places(tree: Any, most: int = 4000) -> list[Place]:
     found: list[Place] = []
     waiting = [tree]
     for node in waiting:  # grows while it is walked
-        members = list(node.items()) if isinstance(node, dict) else list(enumerate(node)) if isinstance(node, list) else []
+        members = (
+            list(node.items())
+            if isinstance(node, dict)
+            else list(enumerate(node))
+            if isinstance(node, list)
+            else []
+        )
         for key, value in members:
             found.append((node, key))
             waiting.append(value)
@@ -125,11 +223,23 @@ def _nudge(r: Random, node: Any, key: Any, donor: Any) -> None:
     if isinstance(value, bool):
         node[key] = not value
     elif isinstance(value, (int, float)):
-        node[key] = r.choice((value + 1, value - 1, -value, value * 2, value // 2 if value == value and abs(value) != math.inf else 0,
-                              float(value), str(value), value * 2**31))
+        node[key] = r.choice(
+            (
+                value + 1,
+                value - 1,
+                -value,
+                value * 2,
+                value // 2 if value == value and abs(value) != math.inf else 0,
+                float(value),
+                str(value),
+                value * 2**31,
+            )
+        )
     elif isinstance(value, str):
         at = r.randrange(len(value) + 1)
-        node[key] = r.choice((value[:at], value[at:], value + r.choice(TEXTS), value.upper(), value * 2, value.encode()))
+        node[key] = r.choice(
+            (value[:at], value[at:], value + r.choice(TEXTS), value.upper(), value * 2, value.encode())
+        )
     elif isinstance(value, (list, dict)):
         node[key] = r.choice((type(value)(), None, [value], {"x": value}))
     else:
@@ -162,7 +272,19 @@ def _swap(r: Random, node: Any, key: Any, donor: Any) -> None:
 
 Change = Callable[[Random, Any, Any, Any], None]
 _TREE: tuple[Change, ...] = (
-    _replace, _replace, _nudge, _nudge, _nudge, _bury, _delete, _rename, _add, _repeat, _graft, _graft)
+    _replace,
+    _replace,
+    _nudge,
+    _nudge,
+    _nudge,
+    _bury,
+    _delete,
+    _rename,
+    _add,
+    _repeat,
+    _graft,
+    _graft,
+)
 _GENTLE: tuple[Change, ...] = (_alike, _alike, _alike, _alike, _alike, _nudge, _repeat, _swap)
 
 
@@ -174,7 +296,9 @@ def spoil_tree(r: Random, tree: Any, donor: Any) -> Any:
     for _ in range(r.choice((1, 1, 1, 2, 2, 3, 4))):
         spots = places(root)
         # Outer members decide more: a third of the changes are among the first sixty.
-        node, key = spots[r.randrange(len(spots) if r.randrange(3) else min(len(spots), 60))] if spots else (root, 0)
+        node, key = (
+            spots[r.randrange(len(spots) if r.randrange(3) else min(len(spots), 60))] if spots else (root, 0)
+        )
         if node is root:  # the whole, which is not worth it twice
             node, key = r.choice(spots)
         r.choice(changes)(r, node, key, donor)
@@ -194,26 +318,26 @@ def _flip(r: Random, data: bytearray, donor: bytes) -> None:
 
 def _set(r: Random, data: bytearray, donor: bytes) -> None:
     if data:
-        data[r.randrange(len(data))] = r.choice((0, 0x7f, 0x80, 0x90, 0xc0, 0xc1, 0xff, r.randrange(256)))
+        data[r.randrange(len(data))] = r.choice((0, 0x7F, 0x80, 0x90, 0xC0, 0xC1, 0xFF, r.randrange(256)))
 
 
 def _cut(r: Random, data: bytearray, donor: bytes) -> None:
-    del data[r.randrange(len(data) + 1):]
+    del data[r.randrange(len(data) + 1) :]
 
 
 def _drop(r: Random, data: bytearray, donor: bytes) -> None:
     at = r.randrange(len(data) + 1)
-    del data[at:at + r.choice((1, 2, 5, 50))]
+    del data[at : at + r.choice((1, 2, 5, 50))]
 
 
 def _double(r: Random, data: bytearray, donor: bytes) -> None:
     at = r.randrange(len(data) + 1)
-    data[at:at] = data[at:at + r.choice((1, 4, 30, 300))] * r.choice((1, 2, 20))
+    data[at:at] = data[at : at + r.choice((1, 4, 30, 300))] * r.choice((1, 2, 20))
 
 
 def _header(r: Random, data: bytearray, donor: bytes) -> None:
     at, header = r.randrange(len(data) + 1), r.choice(HEADERS)
-    data[at:at + (len(header) if r.randrange(2) else 0)] = header
+    data[at : at + (len(header) if r.randrange(2) else 0)] = header
 
 
 def _splice(r: Random, data: bytearray, donor: bytes) -> None:
@@ -221,30 +345,61 @@ def _splice(r: Random, data: bytearray, donor: bytes) -> None:
     if r.randrange(2):
         data[at:] = donor[start:]
     else:
-        data[at:at] = donor[start:start + r.choice((1, 10, 100))]
+        data[at:at] = donor[start : start + r.choice((1, 10, 100))]
 
 
 def _noise(r: Random, data: bytearray, donor: bytes) -> None:
     at = r.randrange(len(data) + 1)
-    data[at:at + r.choice((0, 4))] = r.randbytes(r.choice((1, 4, 16, 100)))
+    data[at : at + r.choice((0, 4))] = r.randbytes(r.choice((1, 4, 16, 100)))
 
 
 def _dig(r: Random, data: bytearray, donor: bytes) -> None:
     """Containers in containers, of both formats, closed or not."""
     n, at = r.choice((20, 200, 2000, 50_000)), r.randrange(len(data) + 1)
-    data[at:at] = r.choice((b"\x91" * n, b"\x81\xa1x" * n, b"[" * n, b'{"x":' * n, b"[" * n + b"]" * n, b"\x92" * n, b"\xdd\0\0\x40\0" * n))
+    data[at:at] = r.choice(
+        (
+            b"\x91" * n,
+            b"\x81\xa1x" * n,
+            b"[" * n,
+            b'{"x":' * n,
+            b"[" * n + b"]" * n,
+            b"\x92" * n,
+            b"\xdd\0\0\x40\0" * n,
+        )
+    )
 
 
 def _swell(r: Random, data: bytearray, donor: bytes) -> None:
     """A few bytes that stand for many values."""
     n = r.choice((1000, 30_000, 300_000))
-    data[r.randrange(len(data) + 1):] = r.choice((
-        b"\xdd" + n.to_bytes(4, "big") + b"\x90" * n, b"[" + b"[]," * n + b"0]", b"[" + b"0," * n + b"0]", b'{"' + b"a" * n + b'":1}',
-        b"\xdf" + n.to_bytes(4, "big") + b"\xa0\xc0" * n, b'["' + b'\\"' * n + b'"]', b"1" * n))
+    data[r.randrange(len(data) + 1) :] = r.choice(
+        (
+            b"\xdd" + n.to_bytes(4, "big") + b"\x90" * n,
+            b"[" + b"[]," * n + b"0]",
+            b"[" + b"0," * n + b"0]",
+            b'{"' + b"a" * n + b'":1}',
+            b"\xdf" + n.to_bytes(4, "big") + b"\xa0\xc0" * n,
+            b'["' + b'\\"' * n + b'"]',
+            b"1" * n,
+        )
+    )
 
 
 _BYTES: tuple[Callable[[Random, bytearray, bytes], None], ...] = (
-    _flip, _flip, _flip, _set, _set, _cut, _drop, _double, _header, _header, _splice, _noise, _dig)
+    _flip,
+    _flip,
+    _flip,
+    _set,
+    _set,
+    _cut,
+    _drop,
+    _double,
+    _header,
+    _header,
+    _splice,
+    _noise,
+    _dig,
+)
 
 
 def spoil_bytes(r: Random, data: bytes, donor: bytes) -> bytes:

@@ -66,7 +66,10 @@ def _write_json(tree: Any) -> bytes:
 
 def _hashed(magic: bytes) -> dict[str, Callable[[bytes], bytes]]:
     start = len(magic) + 32
-    return {"body": lambda data: data[start:], "seal": lambda body: magic + hashlib.sha256(body).digest() + body}
+    return {
+        "body": lambda data: data[start:],
+        "seal": lambda body: magic + hashlib.sha256(body).digest() + body,
+    }
 
 
 def _parse_plan(body: bytes) -> Any:
@@ -95,8 +98,12 @@ JSON = Format(json.loads, _write_json)
 GATE = Format(json.loads, _write_json, seal=_seal_gate)
 PLAN = Format(_parse_plan, _write_plan, **_hashed(PLAN_MAGIC))
 KERNEL = Format(_parse_msgpack, pack, **_hashed(KERNEL_MAGIC))
-CSV = Format(lambda data: [line.split(",") for line in data.decode().split("\n")],
-             lambda tree: "\n".join(",".join(map(str, row)) if isinstance(row, list) else str(row) for row in tree).encode())
+CSV = Format(
+    lambda data: [line.split(",") for line in data.decode().split("\n")],
+    lambda tree: "\n".join(
+        ",".join(map(str, row)) if isinstance(row, list) else str(row) for row in tree
+    ).encode(),
+)
 
 # ---- what is done with a file ------------------------------------------------------------------------------------
 
@@ -118,7 +125,7 @@ def _use_graph(data: bytes, folder: Path) -> None:
 
 def warm_up() -> None:
     """What others compile and import when it is first needed, whatever the file: networkx' dispatch of a search for
-    cycles, NumPy's masked arrays."""
+    cycles, NumPy's masked arrays, codecs."""
     g = Graph()
     x = g.tensor("x", (2, 3), dtype="fp32")
     a = g.tanh(x)
@@ -131,6 +138,7 @@ def warm_up() -> None:
     with contextlib.suppress(FrostError):
         g.validate()
     importlib.import_module("numpy.ma")
+    "\0".encode("unicode_escape"), "x".encode("idna")
 
 
 def _put(data: bytes, path: Path) -> Path:
@@ -147,14 +155,22 @@ def _use_gate(data: bytes, folder: Path) -> None:
     where.mkdir(exist_ok=True)
     _put(data, where / "triton-sdpa-sm_90-triton3.6.json")
     status = gates.check_equivalence_gate(engine="triton", op="sdpa", device="sm_90", gate_dir=where)
-    str(status.reason), list(gates.check_shipped(gate_dir=where)), gates.holds("triton", "sdpa", gates.target_of("sm_90"), where)
+    (
+        str(status.reason),
+        list(gates.check_shipped(gate_dir=where)),
+        gates.holds("triton", "sdpa", gates.target_of("sm_90"), where),
+    )
     _show(Saved(gates=facts.gate_facts(where)))
     gate_file.gate_from_bytes(data)
 
 
 def _use_dump(path: Path) -> None:
     dump = routing.merge([path, path])
-    routing.shares(dump.stats), [r.key for r in dump.routes], routing.write_dump(path.with_name("y.json"), dump)
+    (
+        routing.shares(dump.stats),
+        [r.key for r in dump.routes],
+        routing.write_dump(path.with_name("y.json"), dump),
+    )
     _show(Saved(routing=facts.routing_facts([path])))
 
 
@@ -198,8 +214,12 @@ def _use_record(data: bytes, folder: Path) -> None:
     hash(op_from_wire(unpack(data)))
 
 
-_COMMANDS = {"graph": ("explain", "{}", "--device", "cpu", "--engines", "reference"), "dump": ("routing", "show", "{}"),
-             "diff": ("routing", "diff", "{}", "{}"), "run": ("report", "{}", "-o", "{}.html", "--device", "cpu")}
+_COMMANDS = {
+    "graph": ("explain", "{}", "--device", "cpu", "--engines", "reference"),
+    "dump": ("routing", "show", "{}"),
+    "diff": ("routing", "diff", "{}", "{}"),
+    "run": ("report", "{}", "-o", "{}.html", "--device", "cpu"),
+}
 
 
 def _use_command(data: bytes, folder: Path) -> None:
@@ -228,18 +248,38 @@ class Target:
     ours: frozenset[str] = frozenset()
 
 
-TARGETS: dict[str, Target] = {t.name: t for t in (
-    Target("graph", 30, MSGPACK, corpora.graphs, _use_graph),
-    Target("plan", 15, PLAN, corpora.plans, _use_plan),
-    Target("gate", 10, GATE, corpora.gate_files, _use_gate),
-    Target("routing.msgpack", 9, MSGPACK, corpora.dumps_msgpack,
-           lambda data, folder: _use_dump(_put(data, folder / "x.msgpack"))),
-    Target("routing.json", 7, JSON, corpora.dumps_json, lambda data, folder: _use_dump(_put(data, folder / "x.json"))),
-    Target("saved run", 12, JSON, corpora.runs, _use_run),
-    Target("benchmark CSV", 4, CSV, corpora.csvs, _use_csv),
-    Target("SDPA baseline", 4, JSON, corpora.baselines, _use_baseline),
-    Target("kernel bundle", 5, KERNEL, corpora.bundles, _use_bundle),
-    Target("op record", 3, MSGPACK, corpora.records, _use_record),
-    Target("command line", 1, MSGPACK, lambda folder: [*corpora.graphs(folder), *corpora.dumps_msgpack(folder)], _use_command,
-           ours=frozenset(("compile", "exec"))),  # typer evaluates the annotations of the commands
-)}
+TARGETS: dict[str, Target] = {
+    t.name: t
+    for t in (
+        Target("graph", 30, MSGPACK, corpora.graphs, _use_graph),
+        Target("plan", 15, PLAN, corpora.plans, _use_plan),
+        Target("gate", 10, GATE, corpora.gate_files, _use_gate),
+        Target(
+            "routing.msgpack",
+            9,
+            MSGPACK,
+            corpora.dumps_msgpack,
+            lambda data, folder: _use_dump(_put(data, folder / "x.msgpack")),
+        ),
+        Target(
+            "routing.json",
+            7,
+            JSON,
+            corpora.dumps_json,
+            lambda data, folder: _use_dump(_put(data, folder / "x.json")),
+        ),
+        Target("saved run", 12, JSON, corpora.runs, _use_run),
+        Target("benchmark CSV", 4, CSV, corpora.csvs, _use_csv),
+        Target("SDPA baseline", 4, JSON, corpora.baselines, _use_baseline),
+        Target("kernel bundle", 5, KERNEL, corpora.bundles, _use_bundle),
+        Target("op record", 3, MSGPACK, corpora.records, _use_record),
+        Target(
+            "command line",
+            1,
+            MSGPACK,
+            lambda folder: [*corpora.graphs(folder), *corpora.dumps_msgpack(folder)],
+            _use_command,
+            ours=frozenset(("compile", "exec")),
+        ),  # typer evaluates the annotations of the commands
+    )
+}

@@ -61,7 +61,9 @@ class Share:
         self.findings += 1
         if len(self.examples) < _KEPT:
             shown = base64.b64encode(data[:3000]).decode()
-            self.examples.append({"target": self.target, "index": index, "what": what, "detail": detail[-3000:], "data": shown})
+            self.examples.append(
+                {"target": self.target, "index": index, "what": what, "detail": detail[-3000:], "data": shown}
+            )
 
 
 class _TimeUp(BaseException):
@@ -97,11 +99,37 @@ class Corpus:
 
 # ---- watching ----------------------------------------------------------------------------------------------------
 
-_FORBIDDEN = frozenset((
-    "exec", "compile", "import", "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.forkpty", "subprocess.Popen", "pty.spawn",
-    "socket.connect", "socket.bind", "ctypes.dlopen", "pickle.find_class", "marshal.loads", "code.__new__", "os.chmod", "os.remove",
-    "os.rename", "os.symlink", "os.link", "os.mkdir", "os.rmdir", "os.truncate", "os.kill", "sys._getframe.f_code", "winreg.OpenKey",
-))
+_FORBIDDEN = frozenset(
+    (
+        "exec",
+        "compile",
+        "import",
+        "os.system",
+        "os.exec",
+        "os.posix_spawn",
+        "os.fork",
+        "os.forkpty",
+        "subprocess.Popen",
+        "pty.spawn",
+        "socket.connect",
+        "socket.bind",
+        "ctypes.dlopen",
+        "pickle.find_class",
+        "marshal.loads",
+        "code.__new__",
+        "os.chmod",
+        "os.remove",
+        "os.rename",
+        "os.symlink",
+        "os.link",
+        "os.mkdir",
+        "os.rmdir",
+        "os.truncate",
+        "os.kill",
+        "sys._getframe.f_code",
+        "winreg.OpenKey",
+    )
+)
 _ON_PATHS = frozenset(("os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.truncate", "open"))
 
 
@@ -150,7 +178,9 @@ def peak_mb(begin: bool = False) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def run(name: str, indices: range, seed: str, progress: Path | None = None, skip: frozenset[int] = frozenset()) -> Share:
+def run(
+    name: str, indices: range, seed: str, progress: Path | None = None, skip: frozenset[int] = frozenset()
+) -> Share:
     """Use the inputs of these numbers. `progress`: 16 bytes that always hold the number of the current one, and how many
     were finished."""
     share, target = Share(name), TARGETS[name]
