@@ -364,6 +364,7 @@ def _seconds(data: bytes) -> float:
 def test_work_grows_with_the_file_and_not_with_its_square(make: Callable[[int], bytes]) -> None:
     """Four times the nodes: four times the work, sixteen times were it quadratic."""
     small, large = make(attacks.NODES // 4), make(attacks.NODES)
+    assert len(Graph.from_bytes(large).to_text()) < 5 * len(large)  # a deep tree is not indented without end
     few, many = _seconds(small), _seconds(large)
     assert many < 9 * few, (few, many)
 
