@@ -167,7 +167,6 @@ def backward_params(desc: SdpaBwdDesc) -> HopperBwdParams:
     return HopperBwdParams(DTYPES[desc.q.dtype], desc.head_dim, causal, tile=tile)
 
 
-
 class HopperBwdExecutable(ChainExecutable):
     """bwd_pre_hopper -> sdpa_bwd_hopper -> dq_cast_hopper: five matrix products in one kernel, dQ added up in fp32 by the
     memory system."""
@@ -225,4 +224,3 @@ class HopperBwdExecutable(ChainExecutable):
 
     def describe(self) -> Mapping[str, Any]:
         return {kernel.name: kernel.describe() for kernel in (self.pre, self.main, self.cast)}
-
