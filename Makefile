@@ -53,11 +53,12 @@ REQUIRE := @true
 
 endif
 
-.PHONY: help venv demo test test-newest lint check bench docs clean
+.PHONY: help venv demo test test-kernels test-newest lint check bench docs clean
 
 help:
 	@echo "make demo    set up .venv and run examples/quickstart.py (seconds)"
 	@echo "make test    set up .venv and run the tests (minutes; PYTEST_ARGS picks some)"
+	@echo "make test-kernels  compile every row of the tile tables for every card, emulate the sm80 kernels (tens of minutes)"
 	@echo "make test-newest   the kernels' tests with the newest Triton's interpreter (minutes)"
 	@echo "make lint    ruff and mypy (seconds)"
 	@echo "make check   shipped gates match their kernels, docs/support.md matches the capability rows (seconds)"
@@ -117,7 +118,13 @@ test: $(READY)
 	if have xdist; then plugins="-n $(JOBS)"; fi; \
 	if have pytest_timeout; then plugins="$$plugins --timeout=$(TEST_TIMEOUT)"; fi; \
 	set -x; \
-	OMP_NUM_THREADS=1 $(PY) -m pytest $$plugins $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest $$plugins $(SELECT) $(PYTEST_ARGS)
+
+# Registers, spills and shared memory of every kernel that ships, for every card it ships for, and the sm80 kernels' source run
+# on emulated instructions: no GPU is needed, but more time than one waits for after every change.
+test-kernels: SELECT := -q -m tables tests/unit
+test-kernels: TEST_TIMEOUT := 1200
+test-kernels: test
 
 # The kernels' own tests once more, interpreted by the newest Triton that the package index has: beside the pinned one, so
 # that a release which breaks them is seen before users see it.

@@ -38,19 +38,14 @@ def pytest_configure(config: pytest.Config) -> None:
         )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    reason = _no_gpu()
-    if reason is not None:
-        for item in items:
-            if item.get_closest_marker("gpu") is not None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    waits = {"gpu": _no_gpu()}
+    if "tables" not in config.option.markexpr:
+        waits["tables"] = "compiles or emulates a whole table of kernels (tens of minutes in all): make test-kernels"
+    for item in items:
+        for mark, reason in waits.items():
+            if reason is not None and item.get_closest_marker(mark) is not None:
                 item.add_marker(pytest.mark.skip(reason=reason))
-    if os.environ.get("FROST_SLOW_SM80") != "1":
-        # The shipped gates prove these kernels on a device; on a CPU the full tables take longer than all other tests together.
-        wait = pytest.mark.skip(reason="compiles or emulates the whole table of the sm80 engine (tens of minutes): it runs with "
-                                       "FROST_SLOW_SM80=1")
-        for item in items:
-            if "sm80" in item.path.name and item.get_closest_marker("slow") is not None:
-                item.add_marker(wait)
 
 
 @pytest.hookimpl(wrapper=True)

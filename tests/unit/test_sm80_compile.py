@@ -101,7 +101,7 @@ def test_the_widest_causal_kernel_does_not_spill(arch: str) -> None:
     judge(params((128, 128), ARCHS[arch], has_right=True), arch)
 
 
-@pytest.mark.slow
+@pytest.mark.tables
 @pytest.mark.parametrize("flavor", FLAVORS, ids=str)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_no_kernel_spills(arch: str, flavor: tuple[int, int]) -> None:
@@ -115,7 +115,7 @@ def test_the_widest_causal_backward_kernels_do_not_spill(arch: str, kernel: str)
     judge(backward(kernel, (128, 128), ARCHS[arch], has_right=True), arch, kernel)
 
 
-@pytest.mark.slow
+@pytest.mark.tables
 @pytest.mark.parametrize("flavor", FLAVORS, ids=str)
 @pytest.mark.parametrize("kernel", BACKWARD)
 @pytest.mark.parametrize("arch", ARCHS)
@@ -135,7 +135,7 @@ def test_the_widest_kernel_that_sums_dq_does_not_spill(arch: str) -> None:
     judge(summing((128, 128), ARCHS[arch], has_right=True), arch, "dkdv")
 
 
-@pytest.mark.slow
+@pytest.mark.tables
 @pytest.mark.parametrize("flavor", [row.flavor for row in configs_bwd.DKDV_SUMS if row.arch == "small"], ids=str)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_no_kernel_that_sums_dq_spills(arch: str, flavor: tuple[int, int]) -> None:
@@ -143,9 +143,15 @@ def test_no_kernel_that_sums_dq_spills(arch: str, flavor: tuple[int, int]) -> No
         judge(summing(flavor, ARCHS[arch], **options), arch, "dkdv")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("flavor", FLAVORS, ids=str)
-@pytest.mark.parametrize("arch", ARCHS)
+# 64 keys with an fp32 bias: 48 bytes. The tile of 32 that spills nothing is not used before its gate has passed on a card.
+SPILLS = {("sm_90", (128, 128))}
+
+
+@pytest.mark.tables
+@pytest.mark.parametrize("arch, flavor", [
+    pytest.param(arch, flavor, id=f"{arch}-{flavor}",
+                 marks=pytest.mark.xfail(strict=True, reason="48 bytes spilled") if (arch, flavor) in SPILLS else ())
+    for arch in ARCHS for flavor in FLAVORS])
 def test_no_bias_kernel_spills(arch: str, flavor: tuple[int, int]) -> None:
     tile = configs.pick(configs_bwd.BIAS, ARCHS[arch], facts_of(flavor, bias="io"))
     for options in RICH:

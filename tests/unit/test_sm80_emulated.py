@@ -25,7 +25,7 @@ FAST_BACKWARD = ("fp16-d40", "one-by-one", "no-keys", "causal-tall", "scale-zero
 
 
 def rows_of(op: str, fast: tuple[str, ...]) -> list[Any]:
-    return [pytest.param(c, id=c.name, marks=() if c.name in fast else (pytest.mark.slow,)) for c in configs_for(op, "cpu")
+    return [pytest.param(c, id=c.name, marks=() if c.name in fast else (pytest.mark.tables,)) for c in configs_for(op, "cpu")
             if c.dtype in ("fp16", "bf16") and c.layout not in ("last2", "transposed")]
 
 
@@ -43,10 +43,10 @@ def test_backward_matches_the_oracle(config: Any, emulated: Any) -> None:  # noq
     assert result.verdict == "pass", result.detail
 
 
-@pytest.mark.parametrize("row", ["causal-tall", pytest.param("bf16-d256", marks=pytest.mark.slow),
-                                 pytest.param("bf16-d128-causal", marks=pytest.mark.slow),
-                                 pytest.param("packed-window-sink", marks=pytest.mark.slow),
-                                 pytest.param("bf16-d80-dv48", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("row", ["causal-tall", pytest.param("bf16-d256", marks=pytest.mark.tables),
+                                 pytest.param("bf16-d128-causal", marks=pytest.mark.tables),
+                                 pytest.param("packed-window-sink", marks=pytest.mark.tables),
+                                 pytest.param("bf16-d80-dv48", marks=pytest.mark.tables)])
 def test_deterministic_backward_is_bit_equal(row: str, emulated: Any) -> None:  # noqa: F811
     """Plain scores take another kernel for dQ where determinism is asked for."""
     emulated()
@@ -55,7 +55,7 @@ def test_deterministic_backward_is_bit_equal(row: str, emulated: Any) -> None:  
     assert result.verdict == "pass", result.detail
 
 
-@pytest.mark.slow
+@pytest.mark.tables
 @pytest.mark.parametrize("deterministic", [False, True], ids=["sums", "deterministic"])
 @pytest.mark.parametrize("row", ["bf16-d64", "bf16-d96", "bf16-d128-causal", "bf16-d192-dv128", "bf16-d256", "window-both",
                                  "packed-bias"])
@@ -69,7 +69,7 @@ def test_every_backward_tile_of_every_arch_class(cc: tuple[int, int], row: str, 
     assert result.verdict == "pass", result.detail
 
 
-@pytest.mark.slow
+@pytest.mark.tables
 @pytest.mark.parametrize("cc", [(8, 0), (8, 6)], ids=str)
 @pytest.mark.parametrize("lazy", [True, False], ids=["lazy", "eager"])
 def test_every_tile_of_every_arch_class(cc: tuple[int, int], lazy: bool, emulated: Any) -> None:  # noqa: F811
@@ -87,8 +87,8 @@ SHARED_ROWS = ("bf16-d128-causal", "window-both", "packed-window-sink", "sink-em
                "no-keys", "softcap", "fp16-d40")
 
 
-@pytest.mark.parametrize("lazy", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["lazy", "eager"])
-@pytest.mark.parametrize("row", [r if i < 4 else pytest.param(r, marks=pytest.mark.slow) for i, r in enumerate(SHARED_ROWS)])
+@pytest.mark.parametrize("lazy", [True, pytest.param(False, marks=pytest.mark.tables)], ids=["lazy", "eager"])
+@pytest.mark.parametrize("row", [r if i < 4 else pytest.param(r, marks=pytest.mark.tables) for i, r in enumerate(SHARED_ROWS)])
 def test_warps_that_share_rows(row: str, lazy: bool, emulated: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     tile = next(r.tile for r in configs.FWD if (r.arch, r.flavor, r.scores) == ("hopper", (256, 256), "plain"))
     assert tile.d_split == 2
@@ -101,8 +101,8 @@ def test_warps_that_share_rows(row: str, lazy: bool, emulated: Any, monkeypatch:
     assert result.verdict == "pass", result.detail
 
 
-@pytest.mark.parametrize("row", ["mask-full", pytest.param("packed-bias", marks=pytest.mark.slow),
-                                 pytest.param("softcap-causal-bias", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("row", ["mask-full", pytest.param("packed-bias", marks=pytest.mark.tables),
+                                 pytest.param("softcap-causal-bias", marks=pytest.mark.tables)])
 def test_warps_that_share_keys_in_fours(row: str, emulated: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """With a mask or bias, which need to know what the other warps' rows see; on rows of smaller head dims."""
     tile = next(r.tile for r in configs_bwd.DKDV if (r.arch, r.flavor, r.scores) == ("blackwell", (256, 256), "rich"))
@@ -129,7 +129,7 @@ def test_a_band_that_ends_before_it_begins(more: dict[str, Any], deterministic: 
 
 @pytest.mark.parametrize("softcap", [None, 1.5], ids=["plain", "softcap"])
 @pytest.mark.parametrize("hide", ["mask", "bias"])
-@pytest.mark.parametrize("d", [64, pytest.param(256, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("d", [64, pytest.param(256, marks=pytest.mark.tables)])
 def test_a_key_hidden_from_everybody_leaks_nothing(d: int, hide: str, softcap: float | None, emulated: Any) -> None:  # noqa: F811
     """Whatever is stored there: its scores are NaN, and so is a softcap's slope at them."""
     emulated()
