@@ -82,7 +82,7 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="KERNEL=M,N,WARPS,STAGES",
-        help="run the Triton engine with these tiles; KERNEL is one of " + ", ".join(overrides.TABLES),
+        help="run the Triton engine with these tiles; KERNEL is one of " + ", ".join(overrides.GENERAL),
     )
     p.add_argument("--csv", type=Path, default=None, help="write every row here")
     p.add_argument(

@@ -27,7 +27,7 @@ class Job:
     direction: str
     cc: tuple[int, int]
     layout: str = "bhsd"
-    tiles: Mapping[str, overrides.Blocks] = field(default_factory=dict)
+    tiles: Mapping[str, overrides.Tile] = field(default_factory=dict)
     grads: tuple[str, ...] = ("q", "k", "v")
 
 
@@ -49,7 +49,7 @@ def plan_jobs(
     cc: tuple[int, int],
     *,
     layout: str = "bhsd",
-    tiles: Mapping[str, overrides.Blocks] | None = None,
+    tiles: Mapping[str, overrides.Tile] | None = None,
 ) -> list[Job]:
     """What a run over `cases` will ask a compiler for: an engine's kernels once for all sizes, Flex for each
     shape."""

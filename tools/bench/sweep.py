@@ -16,17 +16,24 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from . import overrides, prewarm, report
 from .cases import Case
-from .overrides import Blocks
+from .overrides import Blocks, Tile
 
 # Shared memory of one block, by compute capability; a configuration past it cannot be launched.
 _SHARED_LIMIT = {(9, 0): 227 * 1024, (8, 0): 163 * 1024}
-_GRADS = {"dkdv": ("k", "v"), "dq": ("q",)}
+# kernel -> what runs it: a direction, and the gradients that are asked for
+RUNS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "fwd": ("fwd", ("q", "k", "v")),
+    "dkdv": ("bwd", ("k", "v")),
+    "dq": ("bwd", ("q",)),
+    "fwd_hopper": ("fwd", ("q", "k", "v")),
+    "bwd_hopper": ("bwd", ("q", "k", "v")),
+}
 DEFAULT_M, DEFAULT_N, DEFAULT_WARPS, DEFAULT_STAGES = (64, 128), (32, 64, 128), (4, 8), (1, 2, 3, 4)
 
 
@@ -34,7 +41,7 @@ DEFAULT_M, DEFAULT_N, DEFAULT_WARPS, DEFAULT_STAGES = (64, 128), (32, 64, 128), 
 class Trial:
     """One configuration on one problem."""
 
-    blocks: Blocks
+    blocks: Tile
     status: str = report.OK
     text: str = ""
     ms: float = math.nan
@@ -62,7 +69,7 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    p.add_argument("--kernel", choices=tuple(overrides.TABLES), default="fwd")
+    p.add_argument("--kernel", choices=overrides.GENERAL, default="fwd")
     p.add_argument("--head-dims", default="128", help="comma-separated")
     p.add_argument("--causal", choices=("full", "causal", "both"), default="both")
     p.add_argument("--seqlen", default="8192", help="comma-separated; 16k tokens, hidden 2048")
@@ -110,44 +117,48 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ["FROST_CACHE_DIR"] = (
             folder  # everything is compiled anew: its resources and seconds are seen
         )
-        tiles = {case.name: given or default_tiles(case.d) for case in cases}
-        trials = _compile(args, cases, tiles, cc)
+        tiles: dict[str, list[Tile]] = {case.name: [*(given or default_tiles(case.d))] for case in cases}
+        trials = compile_trials(args.kernel, cases, tiles, cc, args.workers)
         for case in cases:
-            _measure(args, case, trials[case.name])
+            measure(args.kernel, case, trials[case.name], args.reps)
     return _show(args, cases, trials)
 
 
-def _compile(
-    args: argparse.Namespace, cases: Sequence[Case], tiles: dict[str, list[Blocks]], cc: tuple[int, int]
-) -> dict[str, dict[Blocks, Trial]]:
-    """Compile every (head dim, mask, tile) once; sizes share."""
+def compile_trials(
+    kernel: str,
+    cases: Sequence[Case],
+    tiles: Mapping[str, Sequence[Tile]],
+    cc: tuple[int, int],
+    workers: int = 0,
+) -> dict[str, dict[Tile, Trial]]:
+    """Compiles every (specialisation, tile) once; sizes share. Touches no device. `tiles`: by the case's name."""
     start = time.perf_counter()
-    direction, grads = _direction(args.kernel)
-    jobs: dict[tuple, prewarm.Job] = {}
+    direction, grads = RUNS[kernel]
+
+    def key(case: Case, tile: Tile) -> tuple[object, ...]:
+        return case.dtype, case.d, case.causal, case.options, tile
+
+    jobs: dict[tuple[object, ...], prewarm.Job] = {}
     for case in cases:
-        for blocks in tiles[case.name]:
+        for tile in tiles[case.name]:
             jobs.setdefault(
-                (case.d, case.causal, blocks),
-                prewarm.Job("triton", case, direction, cc, tiles={args.kernel: blocks}, grads=grads),
+                key(case, tile), prewarm.Job("triton", case, direction, cc, tiles={kernel: tile}, grads=grads)
             )
-    results = prewarm.run_jobs(list(jobs.values()), args.workers)
-    by_key = {(r.job.case.d, r.job.case.causal, r.job.tiles[args.kernel]): r for r in results}
+    results = {
+        key(r.job.case, r.job.tiles[kernel]): r for r in prewarm.run_jobs(list(jobs.values()), workers)
+    }
     print(
         f"{len(jobs)} configurations compiled in {time.perf_counter() - start:.0f} s",
         file=sys.stderr,
         flush=True,
     )
     return {
-        case.name: {b: _trial(args.kernel, b, by_key[case.d, case.causal, b], cc) for b in tiles[case.name]}
+        case.name: {tile: _trial(kernel, tile, results[key(case, tile)], cc) for tile in tiles[case.name]}
         for case in cases
     }
 
 
-def _direction(kernel: str) -> tuple[str, tuple[str, ...]]:
-    return ("fwd", ("q", "k", "v")) if kernel == "fwd" else ("bwd", _GRADS[kernel])
-
-
-def _trial(kernel: str, blocks: Blocks, result: prewarm.Result, cc: tuple[int, int]) -> Trial:
+def _trial(kernel: str, blocks: Tile, result: prewarm.Result, cc: tuple[int, int]) -> Trial:
     if result.error:
         return Trial(blocks, report.ERROR, result.error, compile_s=result.seconds)
     mine = next((k for k in result.kernels if str(k["kernel"]).endswith(kernel)), None)
@@ -169,7 +180,7 @@ def _trial(kernel: str, blocks: Blocks, result: prewarm.Result, cc: tuple[int, i
     return trial
 
 
-def _measure(args: argparse.Namespace, case: Case, trials: dict[Blocks, Trial]) -> None:
+def measure(kernel: str, case: Case, trials: Mapping[Tile, Trial], reps: int) -> None:
     """Check and time the configurations of one problem; all of them share the operands, none shares an
     output."""
     import torch
@@ -177,7 +188,7 @@ def _measure(args: argparse.Namespace, case: Case, trials: dict[Blocks, Trial]) 
     from . import candidates, check, operands
     from .timing import time_interleaved
 
-    direction, grads = _direction(args.kernel)
+    direction, grads = RUNS[kernel]
     ops = operands.make(case)
     oracle = check.Oracle(case, ops, direction)
     calls = {}
@@ -185,7 +196,7 @@ def _measure(args: argparse.Namespace, case: Case, trials: dict[Blocks, Trial]) 
         if trial.status != report.OK:
             continue
         try:
-            with overrides.tiles({args.kernel: blocks}):
+            with overrides.tiles({kernel: blocks}):
                 made = (
                     candidates.forward("triton", case, ops, gates="off")
                     if direction == "fwd"
@@ -199,17 +210,18 @@ def _measure(args: argparse.Namespace, case: Case, trials: dict[Blocks, Trial]) 
             torch.cuda.synchronize()  # raises where the device itself is lost: nothing after it would mean anything
             continue
         if ok:
-            calls[",".join(map(str, blocks))] = made.run
+            calls[repr(blocks)] = made.run
         else:
             trial.status = report.WRONG
-    for name, timing in (time_interleaved(calls, reps=args.reps) if calls else {}).items():
-        trials[overrides.parse_blocks(name)].ms = timing.median_ms
+    by_name = {repr(tile): trial for tile, trial in trials.items()}
+    for name, timing in (time_interleaved(calls, reps=reps) if calls else {}).items():
+        by_name[name].ms = timing.median_ms
     torch.cuda.empty_cache()
 
 
-def _show(args: argparse.Namespace, cases: Sequence[Case], trials: dict[str, dict[Blocks, Trial]]) -> int:
+def _show(args: argparse.Namespace, cases: Sequence[Case], trials: dict[str, dict[Tile, Trial]]) -> int:
     rows, failed = [], 0
-    direction, _ = _direction(args.kernel)
+    direction, _ = RUNS[args.kernel]
     env = report.environment()
     for case in cases:
         ranked = sorted(trials[case.name].values(), key=lambda t: (math.isnan(t.ms), t.ms))
