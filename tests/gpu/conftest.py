@@ -1,6 +1,7 @@
 """The suite that needs a GPU. Everything here is marked `gpu`, and skipped as a whole where there is none.
 
 python3 -m pytest tests/gpu -m gpu -q
+python3 -m pytest tests/gpu -m "gpu and not slow" -q     without the rows that `frost gate run` proves as well
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ ROWS = [pytest.param(op, c, id=f"{op}-{c.name}") for op, rows in {**NSA_MATRIX, 
 pytestmark = pytest.mark.skipif(harness.DEVICE != "cuda", reason="a device suite")
 
 
+@pytest.mark.slow  # `frost gate run triton --op ...` is the same rows, compiled ahead in parallel
 @pytest.mark.parametrize("op, config", ROWS)
 def test_a_row_of_the_gate_matrix(op: str, config: Any) -> None:
     result = equivalence.run_config(config, "triton", "cuda")

@@ -32,6 +32,7 @@ def on_sm80(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness, "ENGINE", ENGINE.name)
 
 
+@pytest.mark.slow  # `frost gate run sm80` is the same rows, compiled ahead in parallel
 @pytest.mark.parametrize("config", [c for op in ("sdpa", "sdpa_backward") for c in configs_for(op, "cuda")], ids=lambda c: f"{c.op}-{c.name}")
 def test_matches_the_oracle(config: Any) -> None:
     result = run_config(config, ENGINE.name, "cuda")
