@@ -30,10 +30,20 @@ from frost.gate_matrix import Config
 
 ROOT = Path(__file__).resolve().parent.parent
 TOOLS = ("memcheck", "racecheck", "initcheck")
-FINDINGS_SHOWN = 200
 # The allocator of PyTorch hands out parts of large blocks: an access past a tensor is inside the block, and memory that was
-# written under another tensor counts as initialised. Without it every tensor is an allocation of its own.
-CHILD_ENVIRONMENT = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "CUDA_MODULE_LOADING": "EAGER", "OMP_NUM_THREADS": "1"}
+# written under another tensor counts as initialised. Without it every tensor is an allocation of its own. Modules load lazily,
+# since the sanitizer rewrites every kernel that is loaded, and PyTorch's libraries hold tens of thousands.
+CHILD_ENVIRONMENT = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "CUDA_MODULE_LOADING": "LAZY", "OMP_NUM_THREADS": "1"}
+# (option, value, tools it is for, why); left out where the installed sanitizer's --help does not have it.
+OPTIONS: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
+    ("--print-limit", "0", TOOLS, "all of them: a finding that is not printed has no kernel's name"),
+    ("--error-exitcode", "99", TOOLS, "beside the child's own 0 and 3"),
+    ("--show-backtrace", "device", TOOLS, "the interpreter's frames on the host say nothing and take time to walk"),
+    ("--launch-timeout", "120", TOOLS, "several processes importing PyTorch at once outlast the default of 10 to 60 s"),
+    ("--report-api-errors", "no", ("memcheck",), "the driver's refusals are errors with names already (frost.DriverError)"),
+    ("--padding", "4096", ("memcheck",), "small allocations lie side by side: past the end of one is inside the next"),
+    ("--num-cuda-barriers", "64", ("racecheck",), "what it counts in the code is too few for barriers initialised in a loop"),
+)
 
 
 # ---- what runs -----------------------------------------------------------------------------------------------------------
@@ -146,46 +156,53 @@ class Report:
         return not self.problem and not self.ours
 
 
-_SUMMARY = re.compile(r"=+ (?:ERROR SUMMARY: (\d+) errors?|RACECHECK SUMMARY: (\d+) hazards?)")
+_SUMMARY = re.compile(r"=+ (?:ERROR SUMMARY: (\d+) errors?|RACECHECK SUMMARY: (\d+) hazards? displayed.*)\s*$")
 _HEAD = re.compile(r"=+ (\S.*)")  # what belongs to a finding is indented further
-# "at kernel+0x120 in file", "at 0x120 in file:12:kernel", "at void kernel<int>(float*)+0x120"
-_KERNEL = re.compile(r"(?:at|in) (?:void )?([A-Za-z_][\w:]*)(?:<[^>]*>)?(?:\([^)]*\))?\+0x|:([A-Za-z_]\w*)$")
+# "at void ns::kernel<4, ns::F<float>>(int)+0x80 in f.cu:9", "at kernel():0x80 in f.cu:9";
+# "at 0x80 in f.cu:9:kernel", "at 0x80 in kernel(int)"
+_NAMED = (re.compile(r"\bat (?!0x)(.+?)[+:]0x[0-9a-f]+"), re.compile(r"\bat 0x[0-9a-f]+ in (?:[^\s:]+:\d+:)?(.+)"))
+_NOT_A_NAME = re.compile(r"\((?:anonymous namespace|instance \d+)\)::|<unnamed>::|^void ")
 _NO_FINDING = ("COMPUTE-SANITIZER", "ERROR SUMMARY", "RACECHECK SUMMARY", "LEAK SUMMARY", "Target application", "No attachable")
+_PYTHON = re.compile(r"\.py:\d+\b")
+UNNAMED = "? "  # before what is no kernel's name: a finding's first words, or a function inlined into one of Triton's kernels
 
 
-def findings(log: str) -> tuple[int | None, Counter[str]]:
-    """(the number in the tool's own summary, None where there is none; findings by kernel, "" where no kernel is named)."""
+def _kernel(block: Sequence[str], kernels: frozenset[str]) -> str:
+    for line in block:
+        if hit := next((m for pattern in _NAMED if (m := pattern.search(line))), None):
+            plain = _NOT_A_NAME.sub("", hit.group(1))
+            name = re.split(r"[<(\s]", plain, maxsplit=1)[0].rpartition("::")[2]
+            return name if name in kernels or not _PYTHON.search(line) else UNNAMED + name
+    head = _HEAD.match(block[0])
+    return UNNAMED + (head.group(1) if head else block[0])[:60]
+
+
+def findings(log: str, kernels: frozenset[str]) -> tuple[int | None, Counter[str]]:
+    """(the number in the tool's own summary, None where there is none; findings by kernel, or by their first words)."""
     total: int | None = None
     found: Counter[str] = Counter()
     block: list[str] = []
-
-    def close() -> None:
-        if block:
-            hit = next((m for line in block for m in _KERNEL.finditer(line)), None)
-            found[(hit.group(1) or hit.group(2)).rpartition("::")[2] if hit else ""] += 1
-            block.clear()
-
-    for line in log.splitlines():
+    for line in [*log.splitlines(), "========= ERROR SUMMARY"]:
         if summary := _SUMMARY.match(line):
             total = (total or 0) + int(summary.group(1) or summary.group(2))
         head = _HEAD.match(line)
-        if head:
-            close()
-            if not head.group(1).startswith(_NO_FINDING):
-                block.append(line)
-        elif block and line.startswith("========="):
+        if head and block:
+            found[_kernel(block, kernels)] += 1
+            block = []
+        if head and not head.group(1).startswith(_NO_FINDING) or block and line.startswith("========="):
             block.append(line)
-    close()
     return total, found
 
 
 def judge(report: Report, log: str, stdout: str, code: int | None, kernels: frozenset[str]) -> Report:
-    """What a process that has ended proves. `code`: None where its time ran out."""
+    """What a process that has ended proves. `code`: None where its time ran out. A finding that names no kernel counts as ours:
+    a copy of memory that nobody wrote, a warning that results may be wrong, an error of the sanitizer's own; so does one in a
+    line of Python, since the kernels of PyTorch and its libraries have none."""
     said = [json.loads(line) for line in stdout.splitlines() if line.startswith('{"row"')]
     report.passed = sum(s["verdict"] == "pass" for s in said)
-    total, found = findings(log)
+    total, found = findings(log, kernels)
     for name, count in found.items():
-        (report.ours if name in kernels else report.others)[name or "(no kernel named)"] += count
+        (report.ours if name in kernels or name.startswith(UNNAMED) else report.others)[name] += count
     unseen = (total or 0) - found.total()
     if unseen > 0:  # past what the tool prints: nobody knows whose
         report.ours["(not printed)"] += unseen
@@ -207,9 +224,10 @@ def judge(report: Report, log: str, stdout: str, code: int | None, kernels: froz
 def command(sanitizer: str, tool: str, log: Path, engine: str, only: str, help_text: str) -> list[str]:
     """racecheck looks at our kernels alone: PyTorch's take most of the time and are not the subject. The others have to see
     every kernel, since what one writes another may read."""
-    made = [sanitizer, "--tool", tool, "--log-file", str(log), "--print-limit", str(FINDINGS_SHOWN), "--error-exitcode", "99"]
-    if "--report-api-errors" in help_text:  # the driver's refusals are errors with names already (frost.DriverError)
-        made += ["--report-api-errors", "no"]
+    made = [sanitizer, "--tool", tool, "--log-file", str(log)]
+    for name, value, tools, _ in OPTIONS:
+        if tool in tools and name in help_text:
+            made += [name, value]
     option = next((o for o in ("--kernel-name", "--filter") if o in help_text), None)
     if tool == "racecheck" and option is not None:
         made += [part for name in sorted(kernel_names(engine)) for part in (option, f"kernel_substring={name}")]

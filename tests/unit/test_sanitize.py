@@ -25,7 +25,7 @@ READ = """========= COMPUTE-SANITIZER
 =========     Saved host backtrace up to driver entry point at kernel launch time
 =========         Host Frame: cuLaunchKernelEx [0x1234] in libcuda.so.1
 ========= Uninitialized __global__ memory read of size 2 bytes
-=========     at void at::native::vectorized_elementwise_kernel<4, float>(int, float*)+0x80
+=========     at void at::native::(anonymous namespace)::copy_kernel<4, ns::F<float>, std::array<char *, 1>>(int, T2)+0x80
 =========     by thread (0,0,0) in block (0,0,0)
 ========= Invalid __shared__ write of size 2 bytes
 =========     at 0x40 in fwd.cu:512:sdpa_fwd
@@ -47,9 +47,34 @@ def judged(log: str, stdout: str, code: int | None = 0, expected: int = 1) -> sa
 
 def test_findings_are_counted_by_kernel() -> None:
     report = judged(READ, rows("pass"), 99)
-    assert dict(report.ours) == {"sdpa_fwd": 2} and dict(report.others) == {"vectorized_elementwise_kernel": 1}
+    assert dict(report.ours) == {"sdpa_fwd": 2} and dict(report.others) == {"copy_kernel": 1}
     assert not report.ok and report.passed == 1
     assert dict(judged(RACE, rows("pass"), 99).ours) == {"bwd_dq": 1}
+
+
+@pytest.mark.parametrize("place, name", [
+    ("at void sdpa_fwd<64>(Args<float>)+0x1a0 in fwd.cu:12", "sdpa_fwd"),
+    ("at bwd_dq():0x160 in bwd.cu:6", "bwd_dq"),
+    ("at 0x88 in bwd_dq(float *)", "bwd_dq"),
+    ("at 0x40 in /kernels/fwd.py:512:sdpa_fwd", "sdpa_fwd"),
+    ("at sdpa_fwd+0x40 in fwd.py:512", "sdpa_fwd"),
+    ("at _elementwise_max+0x40 in standard.py:191", "? _elementwise_max"),
+    ("Uninitialized access at 0x7f10 on access by cudaMemcpy source.", "? Invalid __global__ read of size 4 bytes"),
+])
+def test_a_finding_has_the_name_of_its_kernel(place: str, name: str) -> None:
+    """In each form that versions of the sanitizer print; what has none counts as ours."""
+    log = ("========= COMPUTE-SANITIZER\n========= Invalid __global__ read of size 4 bytes\n"
+           f"=========     {place}\n=========     by thread (3,0,0) in block (7,0,0)\n=========\n"
+           "========= ERROR SUMMARY: 1 error\n")
+    report = judged(log, rows("pass"), 99)
+    assert dict(report.ours) == {name: 1} and not report.ok
+
+
+def test_a_warning_that_results_may_be_wrong_is_not_clean() -> None:
+    log = ("========= COMPUTE-SANITIZER\n========= Warning: Detected overflow of tracked cuda::barrier structures. Results might "
+           "be incorrect.\n========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n")
+    assert not judged(log, rows("pass")).ok
+    assert judged(log.replace("========= Warning", "Warning"), rows("pass")).ok  # a line of the program's
 
 
 def test_nothing_found_is_clean() -> None:
@@ -59,7 +84,8 @@ def test_nothing_found_is_clean() -> None:
 
 
 def test_findings_past_what_is_printed_count_as_ours() -> None:
-    report = judged(CLEAN.replace(": 0 errors", ": 7 errors"), rows("pass"), 99)
+    many = ": 7 errors\n========= ERROR SUMMARY: 5 errors were not printed. Use --print-limit option"
+    report = judged(CLEAN.replace(": 0 errors", many), rows("pass"), 99)
     assert not report.ok and dict(report.ours) == {"(not printed)": 7}
 
 
@@ -75,15 +101,22 @@ def test_a_process_that_proves_nothing_is_not_clean(log: str, stdout: str, code:
     assert says in report.problem and not report.ok
 
 
-def test_racecheck_looks_at_our_kernels_alone(tmp_path: Path) -> None:
+def test_options_are_those_that_the_installed_sanitizer_has(tmp_path: Path) -> None:
     def made(tool: str, help_text: str) -> list[str]:
         return sanitize.command("cs", tool, tmp_path / "log", "sm80", "", help_text)
 
-    assert "kernel_substring=sdpa_bwd_dq" in made("racecheck", "--kernel-name arg")
-    assert made("racecheck", "--filter arg")[9:11] == ["--filter", "kernel_substring=sdpa_bwd_bias"]
-    for unfiltered in (made("racecheck", ""), made("initcheck", "--kernel-name arg"), made("memcheck", "--kernel-name arg")):
-        assert not any("kernel_substring" in part for part in unfiltered)
-    assert "--report-api-errors" in made("memcheck", "--report-api-errors arg") and "--report-api-errors" not in made("memcheck", "")
+    every = "--kernel-name " + " ".join(name for name, *_ in sanitize.OPTIONS)
+    for tool in sanitize.TOOLS:
+        line = made(tool, every)
+        assert {name for name, _, tools, _ in sanitize.OPTIONS if tool in tools} == {
+            part for part in line if part in every.split()} - {"--kernel-name"}
+        assert all(line[line.index(name) + 1] == value for name, value, tools, _ in sanitize.OPTIONS if tool in tools)
+        assert made(tool, "")[:5] == ["cs", "--tool", tool, "--log-file", str(tmp_path / "log")]
+        assert made(tool, "")[5] == sys.executable, "an option of another version would be the program's name to this one"
+    assert "kernel_substring=sdpa_bwd_dq" in made("racecheck", every)
+    assert made("racecheck", "--filter arg")[5:7] == ["--filter", "kernel_substring=sdpa_bwd_bias"]
+    for tool in ("memcheck", "initcheck"):
+        assert not any("kernel_substring" in part for part in made(tool, every)), "what others write, ours may read"
 
 
 def test_a_whole_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

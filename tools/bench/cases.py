@@ -111,6 +111,16 @@ def _option(name: str, relative_to: str = "full", **options: Any) -> Case:
     return replace(_BASE, name=name, relative_to=relative_to, **options)
 
 
+
+
+def _order(d: int) -> Iterable[Case]:
+    """What sums in a fixed order cost at a head dim."""
+    for causal in (False, True):
+        plain = replace(_BASE, name=f"d{d} {_corner(causal)}", hq=2048 // d, hk=2048 // d, d=d, causal=causal)
+        yield plain
+        yield replace(plain, name=f"{plain.name} deterministic", deterministic=True, relative_to=plain.name)
+
+
 _OVERHEADS = (
     _BASE,
     replace(_BASE, name="causal", causal=True),
@@ -128,6 +138,8 @@ _OVERHEADS = (
     _option("deterministic causal", "causal", deterministic=True, causal=True),
     _LONG,
     replace(_LONG, name="s16384 window 512", window_left=512, relative_to=_LONG.name),
+    *_order(64),
+    *_order(256),
 )
 
 # "host" has shapes so small that the device is never what is measured.

@@ -249,7 +249,7 @@ def overheads(rows: Sequence[Row], cases: Sequence[Case], ours: Sequence[str]) -
                 base = by.get((case.relative_to or "", direction, engine))
                 if base is not None:
                     work = tflops(case, direction, 1.0) / tflops(bases[base.case], direction, 1.0)
-                    text += f"   {row.ms / base.ms:6.3f} x the time of {base.case!r}, {work:.3f} x its work"
+                    text += f" {row.ms / base.ms:6.3f} x {base.case!r}" + ("" if work == 1 else f", work {work:.3f} x")
                 lines.append(text)
     return "\n".join(lines)
 
