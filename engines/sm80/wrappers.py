@@ -60,20 +60,23 @@ def sdpa_fwd_wrapper_sm80(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tu
 
 def sdpa_bwd_wrapper_sm80(q: Tensor, k: Tensor, v: Tensor, o: Tensor, do: Tensor, lse: Tensor, *, dlse: Tensor | None = None,
                           grads: tuple[str, ...] = ("q", "k", "v"), dbias: bool = False, dsink: bool = False,
-                          **options: Any) -> SdpaGradients:
-    """Gradients of `sdpa_fwd_wrapper_sm80` from its operands, its o and lse, and the gradients do (o's shape) and dlse
-    (lse's, fp32). `grads` names which of q, k and v get one. Bit-equal from run to run.
+                          deterministic: bool = False, **options: Any) -> SdpaGradients:
+    """Gradients of `sdpa_fwd_wrapper_sm80` from its operands, its o and lse, and the gradients do (o's shape and dtype) and
+    dlse (lse's, fp32). `grads` names which of q, k and v get one. Bit-equal from run to run with `deterministic`; without
+    it dq of plain scores is summed by atomic additions.
     """
     import torch
 
     operands, facts = _operands(q, k, v, options)
-    _check_shape("o", o, (*q.shape[:-1], v.shape[-1]))
-    _check_shape("do", do, o.shape)
-    _check_shape("lse", lse, q.shape[:-1])
+    rows, stats = (*q.shape[:-1], v.shape[-1]), torch.float32
+    given = {"o": (o, rows, q.dtype), "do": (do, rows, q.dtype), "lse": (lse, q.shape[:-1], stats)}
     if dlse is not None:
-        _check_shape("dlse", dlse, lse.shape)
-        operands["dlse"] = dlse
-    operands |= {"o": o, "do": do, "lse": lse}
+        given["dlse"] = (dlse, q.shape[:-1], stats)
+    for name, (tensor, shape, dtype) in given.items():
+        _check_shape(name, tensor, shape)
+        if tensor.dtype != dtype or tensor.device != q.device:
+            raise ValueError(f"{name}: given {tensor.dtype} on {tensor.device}, expected {dtype} on {q.device}")
+        operands[name] = tensor
     unknown = set(grads) - {"q", "k", "v"}
     if unknown:
         raise ValueError(f"grads: given {sorted(unknown)}, expected some of q, k, v")
@@ -82,7 +85,7 @@ def sdpa_bwd_wrapper_sm80(q: Tensor, k: Tensor, v: Tensor, o: Tensor, do: Tensor
         if name not in operands:
             raise ValueError(f"d{name}: given True, expected a {name} with it")
         operands[f"d{name}"] = torch.empty(operands[name].shape, dtype=operands[name].dtype, device=q.device)
-    desc = SdpaBwdDesc(**_descs(operands), **facts)
+    desc = SdpaBwdDesc(**_descs(operands), **facts, deterministic=deterministic)
     target = _target(q)
     _check_support(SdpaBwdDslSm80(), desc, target)
     with _on(q):

@@ -7,7 +7,9 @@ python3 -m pytest tests/gpu -m "gpu and not slow" -q     without the rows that `
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -47,17 +49,30 @@ def surfaced_errors():
             torch.cuda.empty_cache()
 
 
-@pytest.fixture(scope="session")
+# Modules whose tests are rows of an engine's gate matrix (parameter `config`).
+ROWS_OF = {"test_gpu_nsa.py": "triton", "test_gpu_sm80.py": "sm80"}
+
+
+def to_compile(items: Sequence[pytest.Item]) -> tuple[list[tuple[Any, str]], list[tuple[Any, str]]]:
+    """((case, op), (row of a gate matrix, engine)) of the tests that were selected."""
+    cases, rows = [], []
+    for item in items:
+        params = getattr(getattr(item, "callspec", None), "params", {})
+        engine = ROWS_OF.get(Path(item.path).name)
+        if {"case", "op"} <= params.keys():
+            cases.append((params["case"], params["op"]))
+        elif engine is not None and "config" in params:
+            rows.append((params["config"], engine))
+    return cases, rows
+
+
+@pytest.fixture(scope="session", autouse=True)
 def compiled_ahead(request: pytest.FixtureRequest) -> None:
-    """Compile what the selected cases need, in parallel and without the device; tests then load it from
+    """Compile what the selected cases and rows need, in parallel and without the device; tests then load it from
     disk."""
     if harness.DEVICE != "cuda" or hasattr(request.config, "workerinput"):
         return
     import compile_ahead
 
-    wanted = [
-        (item.callspec.params["case"], item.callspec.params["op"])
-        for item in request.session.items
-        if {"case", "op"} <= set(getattr(getattr(item, "callspec", None), "params", {}))
-    ]
-    compile_ahead.run(wanted, torch.cuda.get_device_capability())
+    here = [item for item in request.session.items if HERE in Path(item.path).parents]
+    compile_ahead.run(*to_compile(here), torch.cuda.get_device_capability())

@@ -67,6 +67,19 @@ def test_packed_with_some_gradients() -> None:
     close(grads.dk, sdpa_backward(q.double(), k.double(), k.double(), o64, o.double(), lse64, want=("dk",), **options)[1])
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_determinism_is_the_callers_choice(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With plain scores dQ is summed by atomic additions unless fixed orders are asked for."""
+    q, k = randn(1, 2, 20, 64), randn(1, 1, 40, 64)
+    o, lse = sdpa_fwd_wrapper_sm80(q, k, k)
+    made = []
+    real = wrappers.backward_params
+    monkeypatch.setattr(wrappers, "backward_params", lambda *args: made.append(real(*args)) or made[-1])
+    grads = sdpa_bwd_wrapper_sm80(q, k, k, o, o, lse, deterministic=deterministic)
+    assert ("cast" in made[0]) != deterministic and ("dq" in made[0]) == deterministic
+    close(grads.dq, sdpa_backward(*(x.double() for x in (q, k, k, o, o, lse)), want=("dq",))[0])
+
+
 def test_what_does_not_fit_is_refused() -> None:
     q, k = randn(1, 4, 8, 64), randn(1, 2, 9, 64)
     for make, name in ((lambda: sdpa_fwd_wrapper_sm80(q, k, k[:, :, :8]), "v"),
@@ -75,7 +88,10 @@ def test_what_does_not_fit_is_refused() -> None:
                        (lambda: sdpa_fwd_wrapper_sm80(q, k, k, bias=randn(5, 9)), "bias"),
                        (lambda: sdpa_fwd_wrapper_sm80(q, k, k, seq_len_q=torch.zeros(2, dtype=torch.int32)), "seq_len_q"),
                        (lambda: sdpa_bwd_wrapper_sm80(q, k, k, q, q, q[..., 0].float(), dsink=True), "sink"),
-                       (lambda: sdpa_bwd_wrapper_sm80(q, k, k, q, q[:, :2], q[..., 0].float()), "do")):
+                       (lambda: sdpa_bwd_wrapper_sm80(q, k, k, q, q[:, :2], q[..., 0].float()), "do"),
+                       (lambda: sdpa_bwd_wrapper_sm80(q, k, k, q, q.float(), q[..., 0].float()), "do: given torch.float32"),
+                       (lambda: sdpa_bwd_wrapper_sm80(q, k, k, q, q, q[..., 0]), "lse: given torch.bfloat16"),
+                       (lambda: sdpa_bwd_wrapper_sm80(q, k, k, q.to("meta"), q, q[..., 0].float()), "o: given .* on meta")):
         with pytest.raises(ValueError, match=name):
             make()
     with pytest.raises(TypeError, match="dropout"):
