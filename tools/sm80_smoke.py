@@ -30,7 +30,7 @@ from descriptors import DType, MaskDesc, SdpaBwdDesc, SdpaDesc, TensorDesc
 from engines import registry
 from engines.base import Launch, Target, Workspace
 from engines.sm80 import ENGINE, configs
-from engines.sm80.adapter_bwd import SdpaBwdExecutable, backward_params, regions
+from engines.sm80.adapter_bwd import SdpaBwdDslSm80, SdpaBwdExecutable, backward_params
 from engines.sm80.adapter_fwd import SdpaFwdExecutable, forward_params
 from engines.sm80.params import FwdParams, TemplateParams, Tile
 from engines.sm80.params_bwd import BwdParams, BwdTile, with_tile
@@ -406,7 +406,7 @@ def _own_calls(lengths: tuple[int, ...], packed: bool, heads: int, d: int, causa
 
 def _workspace(desc: SdpaBwdDesc) -> tuple[torch.Tensor, dict[str, tuple[int, int]]]:
     offsets, size = {}, 0
-    for region in regions(desc):
+    for region in SdpaBwdDslSm80().workspace(desc):
         offsets[region.name] = (size, region.nbytes)
         size += -(-region.nbytes // 256) * 256
     return torch.empty(size, dtype=torch.uint8, device="cuda"), offsets
@@ -415,7 +415,7 @@ def _workspace(desc: SdpaBwdDesc) -> tuple[torch.Tensor, dict[str, tuple[int, in
 def _scratch() -> str:
     """The scratch of a backward plan, by region."""
     shape = next(s for s in SHAPES if s.name == "d128 s8192 full")
-    sizes = {r.name: r.nbytes for r in regions(_backward_desc(shape))}
+    sizes = {r.name: r.nbytes for r in SdpaBwdDslSm80().workspace(_backward_desc(shape))}
     told = ", ".join(f"{name} {nbytes / 2**20:.1f} MiB" for name, nbytes in sizes.items())
     return f"backward scratch, b{shape.batch} h{shape.heads[0]} s{shape.seqlen} d{shape.d}: {told}"
 

@@ -107,8 +107,9 @@ def backward_params(desc: SdpaBwdDesc, target: Target) -> dict[str, TemplatePara
     return out
 
 
-def regions(desc: SdpaBwdDesc) -> tuple[Region, ...]:
-    """The workspace, in bytes, from the bound extents; R = B * Sq rows per head, packed: the token total.
+def regions(desc: SdpaBwdDesc, kept: tuple[bool, bool] | None) -> tuple[Region, ...]:
+    """The workspace, in bytes, from the bound extents; `kept`: which sequence axes of the bias the dBias kernel keeps, None
+    where there is none. R = B * Sq rows per head, packed: the token total.
 
     row_stats   8 * Hq * R: (lse, delta) pairs
     sink_sums   4 * Hq * tiles of rows, where dSink is wanted
@@ -121,8 +122,8 @@ def regions(desc: SdpaBwdDesc) -> tuple[Region, ...]:
         out.append(Region(SINK_SUMS, _bytes(heads * _row_tiles(desc))))
     if sums_dq(desc):
         out.append(Region(DQ_SUMS, _bytes(heads * (1 if desc.packed else batch) * _sum_blocks(desc) * 16 * _sum_columns(desc))))
-    if desc.dbias is not None and not all(kept_axes(desc)):
-        out.append(Region(BIAS_SUMS, _bytes(batch * heads * _bias_line(desc))))
+    if kept is not None and not all(kept):
+        out.append(Region(BIAS_SUMS, _bytes(batch * heads * _bias_line(desc, kept))))
     return tuple(out)
 
 
@@ -144,11 +145,11 @@ def _sum_columns(desc: SdpaBwdDesc) -> int:
     return flavor[0]
 
 
-def _bias_line(desc: SdpaBwdDesc) -> int:
-    """Partial sums of dBias per (batch, head)."""
+def _bias_line(desc: SdpaBwdDesc, kept: tuple[bool, bool]) -> int:
+    """Partial sums of dBias per (batch, head). `kept`: the axes that the compiled kernel keeps; a symbolic one may be bound
+    to 1, and no bound descriptor tells that from a broadcast one."""
     _, _, rows, columns = bias_extents(desc)
-    keep_rows, keep_columns = kept_axes(desc)
-    return columns if keep_columns else rows if keep_rows else configs_bwd.BIAS_CHUNKS
+    return columns if kept[1] else rows if kept[0] else configs_bwd.BIAS_CHUNKS
 
 
 def _store_vector(t: TensorDesc | None, packed: bool) -> int:
@@ -226,7 +227,7 @@ def _bias_launches(params: BiasParams, desc: SdpaBwdDesc, n_seqs: int, heads: in
     strides = arguments.score_values("gbias", desc.dbias)
     return [first, ("reduce", batches * bias_heads * cdiv(1 if sum_rows else line, REDUCE.threads), {
         "out_b": strides["gbias_b"], "out_h": strides["gbias_h"], "out_r": strides[f"gbias_{along}"], "heads": heads,
-        "rows": _bias_line(desc), "out_heads": bias_heads, "out_rows": 1 if sum_rows else line, **shares,
+        "rows": _bias_line(desc, (keep_rows, keep_columns)), "out_heads": bias_heads, "out_rows": 1 if sum_rows else line, **shares,
         "sum_rows": int(sum_rows), "out_type": FLOAT_CODES[desc.dbias.dtype], "region": BIAS_SUMS, "out": "dbias"})]
 
 
@@ -272,6 +273,10 @@ class SdpaBwdExecutable(Executable):
 
         return run
 
+    def workspace(self, desc: OpDesc) -> tuple[Region, ...]:
+        bias = self.params.get("bias")
+        return regions(cast(SdpaBwdDesc, desc), (bias.keep_rows, bias.keep_columns) if isinstance(bias, BiasParams) else None)
+
     def describe(self) -> Mapping[str, Any]:
         return {name: kernel.describe() for name, kernel in self.kernels.items()}
 
@@ -286,7 +291,8 @@ class SdpaBwdDslSm80(SdpaBwdDsl):
         return Support((*super().check_support(desc, target).reasons, *limits.reasons(cast(SdpaBwdDesc, desc))))
 
     def workspace(self, desc: OpDesc) -> tuple[Region, ...]:
-        return regions(cast(SdpaBwdDesc, desc))
+        desc = cast(SdpaBwdDesc, desc)
+        return regions(desc, kept_axes(desc) if desc.dbias is not None else None)
 
     def compile(self, desc: OpDesc, target: Target) -> SdpaBwdExecutable:
         return SdpaBwdExecutable(backward_params(cast(SdpaBwdDesc, desc), target), target)

@@ -17,7 +17,7 @@ from descriptors import DType, MaskDesc, SdpaBwdDesc, SdpaDesc, TensorDesc
 from engines.base import Adapter, Decline, Launch, Target, Workspace
 
 from . import ENGINE
-from .adapter_bwd import SdpaBwdDslSm80, SdpaBwdExecutable, backward_params, regions
+from .adapter_bwd import SdpaBwdDslSm80, SdpaBwdExecutable, backward_params
 from .adapter_fwd import SdpaFwdDslSm80, SdpaFwdExecutable, forward_params
 from .params import FwdParams, TemplateParams
 
@@ -188,7 +188,7 @@ def _workspace(desc: SdpaBwdDesc, like: Tensor) -> Workspace:
     import torch
 
     offsets, size = {}, 0
-    for region in regions(desc):
+    for region in SdpaBwdDslSm80().workspace(desc):
         offsets[region.name] = (size, region.nbytes)
         size += -(-region.nbytes // _REGION_ALIGNMENT) * _REGION_ALIGNMENT
     return Workspace(torch.empty(size, dtype=torch.uint8, device=like.device), offsets)

@@ -62,8 +62,10 @@ def bias_kernel(desc: SdpaBwdDesc) -> KernelSpec:
     return BIAS_ROWS if cols == 1 else BIAS_COLS if rows == 1 else BIAS_TILE
 
 
-def regions(desc: SdpaBwdDesc) -> tuple[Region, ...]:
-    """The workspace, in bytes, from the bound extents; R = B * Sq rows per head, packed: the token total.
+def regions(desc: SdpaBwdDesc, sums: KernelSpec | None, *, all_rows: bool = False) -> tuple[Region, ...]:
+    """The workspace, in bytes, from the bound extents; R = B * Sq rows per head, packed: the token total. `sums`: the dBias
+    kernel that leaves partial sums, if any, and whether it sums over all rows. A symbolic axis of a bias may be bound to 1, so
+    which kernel that is cannot be told from a bound descriptor.
 
     row_stats   8 * Hq * R: (lse, delta) pairs
     sink_sums   4 * Hq * tiles of rows, where dSink is wanted
@@ -73,9 +75,9 @@ def regions(desc: SdpaBwdDesc) -> tuple[Region, ...]:
     out = [Region(STATS, _bytes(2 * heads * rows))]
     if desc.dsink is not None:
         out.append(Region(SINK_SUMS, _bytes(heads * _row_tiles(desc))))
-    if desc.dbias is not None and bias_kernel(desc) is not BIAS_TILE:
+    if sums is not None:
         _, _, bias_rows, bias_cols = bias_extents(desc)
-        line = bias_cols if bias_cols > 1 else bias_rows if bias_rows > 1 else configs_bwd.BIAS_CHUNKS
+        line = bias_cols if sums is BIAS_COLS else configs_bwd.BIAS_CHUNKS if all_rows else bias_rows
         out.append(Region(BIAS_SUMS, _bytes(bind_dim(desc.batch, None) * heads * line)))
     return tuple(out)
 
@@ -133,6 +135,12 @@ class SdpaBwdExecutable(ChainExecutable):
         self.kernels[key or spec.name] = Kernel(
             spec.module, spec.name, spec.args, params, spec.constexprs(params), blocks.num_warps,
             blocks.num_stages, self.target)
+
+    def workspace(self, desc: OpDesc) -> tuple[Region, ...]:
+        rows = self.kernels.get(BIAS_ROWS.name)
+        sums = BIAS_COLS if BIAS_COLS.name in self.kernels else BIAS_ROWS if rows is not None else None
+        all_rows = rows is not None and rows.params.sum_rows  # type: ignore[attr-defined]
+        return regions(cast(SdpaBwdDesc, desc), sums, all_rows=all_rows)
 
     def freeze(self, desc: SdpaBwdDesc) -> FrozenChain:
         return FrozenChain(_Chain(self.kernels, desc).freeze())
@@ -281,7 +289,10 @@ class SdpaBwdDslTriton(SdpaBwdDsl):
         return self.engine if target.cc is not None else f"{self.engine}[interpreter]"
 
     def workspace(self, desc: OpDesc) -> tuple[Region, ...]:
-        return regions(cast(SdpaBwdDesc, desc))
+        desc = cast(SdpaBwdDesc, desc)
+        spec = None if desc.dbias is None else bias_kernel(desc)
+        all_rows = desc.dbias is not None and bias_extents(desc)[2:] == (1, 1)
+        return regions(desc, None if spec is BIAS_TILE else spec, all_rows=all_rows)
 
     def compile(self, desc: OpDesc, target: Target) -> Executable:
         desc = cast(SdpaBwdDesc, desc)

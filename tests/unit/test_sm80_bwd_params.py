@@ -16,11 +16,11 @@ from engines.sm80.adapter_bwd import (
     SINK_SUMS,
     STATS,
     SdpaBwdDslSm80,
+    SdpaBwdExecutable,
     backward_params,
     backward_values,
     kept_axes,
     launches,
-    regions,
 )
 from engines.sm80.params import FLAVORS
 from engines.sm80.params_bwd import BWD_ARGS, REDUCE_ARGS, BiasParams, BwdTile, DkdvParams, DqParams
@@ -160,17 +160,20 @@ def test_a_packed_sequence_has_room_for_its_last_block_of_sums() -> None:
 # ---- workspace and launches ------------------------------------------------------------------------------------------
 
 
+workspace = SdpaBwdDslSm80().workspace
+
+
 def test_nothing_but_statistics_and_sums_of_dq_grows_with_the_sequence() -> None:
-    found = {r.name: r.nbytes for r in regions(dense(b=2, hq=16, hk=16, sq=8192, sk=8192, d=128))}
+    found = {r.name: r.nbytes for r in workspace(dense(b=2, hq=16, hk=16, sq=8192, sk=8192, d=128))}
     assert found == {STATS: 8 * 2 * 16 * 8192, DQ_SUMS: 4 * 2 * 16 * 8192 * 128}
-    fixed = {r.name: r.nbytes for r in regions(dense(b=2, hq=16, hk=16, sq=8192, sk=8192, d=128, deterministic=True))}
+    fixed = {r.name: r.nbytes for r in workspace(dense(b=2, hq=16, hk=16, sq=8192, sk=8192, d=128, deterministic=True))}
     assert fixed == {STATS: 8 * 2 * 16 * 8192}
     sink = tensor(4)
-    assert {r.name for r in regions(dense(sink=sink, dsink=sink, deterministic=True))} == {STATS, SINK_SUMS}
-    assert {r.name: r.nbytes for r in regions(with_bias(1, 96))}[BIAS_SUMS] == 4 * 2 * 4 * 96
-    assert {r.name: r.nbytes for r in regions(with_bias(1, 1))}[BIAS_SUMS] == 4 * 2 * 4 * configs_bwd.BIAS_CHUNKS
-    assert {r.name for r in regions(with_bias(64, 96))} == {STATS}
-    assert all(r.nbytes > 0 for r in regions(dense(sq=0)))
+    assert {r.name for r in workspace(dense(sink=sink, dsink=sink, deterministic=True))} == {STATS, SINK_SUMS}
+    assert {r.name: r.nbytes for r in workspace(with_bias(1, 96))}[BIAS_SUMS] == 4 * 2 * 4 * 96
+    assert {r.name: r.nbytes for r in workspace(with_bias(1, 1))}[BIAS_SUMS] == 4 * 2 * 4 * configs_bwd.BIAS_CHUNKS
+    assert {r.name for r in workspace(with_bias(64, 96))} == {STATS}
+    assert all(r.nbytes > 0 for r in workspace(dense(sq=0)))
 
 
 def test_every_argument_has_a_value() -> None:
@@ -242,3 +245,17 @@ def test_the_bar_goes_to_a_terminal_only(monkeypatch: pytest.MonkeyPatch, capsys
     assert chain() == ""
     monkeypatch.setenv("FORCE_COLOR", "1")
     assert "compiling cast" in chain()
+
+
+def test_workspace_at_the_maxima_holds_every_binding() -> None:
+    """What a caller gives is sized once, at the declared maxima."""
+    rows, keys = sym("Sq", 64), sym("Sk", 96)
+    for shape in ((1, 4, rows, 1), (1, 4, 1, keys), (1, 4, rows, keys)):
+        bias = TensorDesc.make(shape, "fp32")
+        desc = dense(b=2, sq=rows, sk=keys, bias=bias, dbias=bias)
+        made = SdpaBwdExecutable.__new__(SdpaBwdExecutable)  # the kernels themselves are not asked
+        made.params = backward_params(desc, Target.cuda((9, 0)))
+        most = {r.name: r.nbytes for r in made.workspace(desc.bound({"Sq": 64, "Sk": 96}))}
+        for binding in ({"Sq": 1, "Sk": 96}, {"Sq": 64, "Sk": 1}, {"Sq": 1, "Sk": 1}):
+            found = {r.name: r.nbytes for r in made.workspace(desc.bound(binding))}
+            assert found.keys() == most.keys() and all(found[n] <= most[n] for n in found), (shape, binding)

@@ -154,3 +154,26 @@ def test_copies_that_land_early_change_nothing(emulated: Any) -> None:  # noqa: 
     emulated((8, 6), lazy=False)
     config = next(c for c in configs_for("sdpa", "cpu") if c.name == "bf16-d192-dv128")
     assert run_config(config, NAME, "cpu").verdict == "pass"
+
+
+@pytest.mark.parametrize("rows", [5, 1])
+def test_a_bias_axis_that_is_symbolic_may_be_bound_to_one(rows: int, emulated: Any) -> None:  # noqa: F811
+    """Which kernel sums dBias was settled at the declared maximum, and so was what its partial sums look like. dLSE alone is
+    handed on, so the gradient of a bias that every key shares is dLSE."""
+    emulated()
+    q = frost.sym("Sq", max=64)
+    g = frost.Graph("symbolic")
+    shapes: dict[str, Any] = {"q": (1, 3, q, 64), "k": (1, 3, 40, 64), "v": (1, 3, 40, 64), "o": (1, 3, q, 64), "do": (1, 3, q, 64)}
+    t = {n: g.tensor(n, s, dtype="bf16") for n, s in shapes.items()}
+    more = {n: g.tensor(n, s, dtype="fp32") for n, s in {"lse": (1, 3, q), "dlse": (1, 3, q), "bias": (1, 3, q, 1)}.items()}
+    made = g.sdpa_backward(*(t[n] for n in ("q", "k", "v", "o", "do")), **more, dbias=True, grads=())
+    g.output(made.dbias, name="dbias")
+    plan = g.compile("cpu", engines=[NAME], gates="off")
+    gen = torch.Generator().manual_seed(0)
+    feeds = {n: torch.randn(1, 3, rows if n in ("q", "o", "do") else 40, 64, generator=gen).bfloat16() for n in shapes}
+    p = feeds["q"].double() @ feeds["k"].double().mT / 8
+    feeds |= {"o": (p.softmax(-1) @ feeds["v"].double()).bfloat16(), "lse": p.logsumexp(-1).float(), "bias": torch.zeros(1, 3, rows, 1),
+              "dlse": torch.randn(1, 3, rows, generator=gen)}
+    space = torch.full((plan.workspace_size,), 0x7F, dtype=torch.uint8)
+    got = plan.execute(feeds, workspace=space)["dbias"]
+    torch.testing.assert_close(got[..., 0], feeds["dlse"], atol=3e-2, rtol=3e-2)
