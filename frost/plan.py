@@ -8,8 +8,8 @@ one on a cache hit is host arithmetic.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache as cache_forever
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -63,6 +63,7 @@ class _Layout:
     regions: tuple[dict[str, tuple[int, int]], ...]
     checked: tuple[bool, ...]  # steps whose operands hold values worth checking
     placement: Placement
+    roomy: list[_Layout] = field(default_factory=list)  # `Plan._at_maxima` of this, once it was needed
 
 
 class _Ready(NamedTuple):
@@ -176,6 +177,24 @@ class Plan:
             tuple(binding.expect(n, i, slots[i]) for n, i in self.program.outputs.items()),
             intermediates, tuple(regions), tuple(values.has_values(d) for d in descs), placement)
 
+    def _at_maxima(self, layout: _Layout) -> _Layout:
+        """The layout with every piece where it lies at the declared maxima. Packing anew for smaller extents may take more in
+        all, and a workspace that a caller made of `workspace_size` has to do."""
+        if layout.roomy:
+            return layout.roomy[0]
+        most = self._make_layout(None).placement
+        offsets: dict[Hashable, tuple[int, int]] = {}
+        for key, (_, nbytes) in layout.placement.offsets.items():
+            if nbytes > most.offsets[key][1]:
+                return layout  # an engine that asks for more where there is less to do
+            offsets[key] = most.offsets[key][0], nbytes
+        regions: tuple[dict[str, tuple[int, int]], ...] = tuple({} for _ in layout.regions)
+        for key, where in offsets.items():
+            if key[0] == "step":  # type: ignore[index]
+                regions[key[1]][key[2]] = where  # type: ignore[index]
+        layout.roomy.append(replace(layout, placement=Placement(most.nbytes, offsets), regions=regions, roomy=[]))
+        return layout.roomy[0]
+
     def _requests(self, descs: Sequence[OpDesc], intermediates: Sequence[tuple[int, TensorDesc]]) -> list[Request]:
         first: dict[int, int] = {}
         last: dict[int, int] = {}
@@ -267,6 +286,8 @@ class Plan:
         if written:
             binding.check_overlap(written, read)
         if workspace is not None:
+            if self._symbolic and isinstance(workspace, torch.Tensor) and workspace.numel() < layout.placement.nbytes:
+                layout = self._at_maxima(layout)
             self._check_workspace(workspace, layout, device, [*written, *read])
         elif layout.placement.nbytes:
             workspace = torch.empty(layout.placement.nbytes, dtype=torch.uint8, device=device)

@@ -108,13 +108,13 @@ class _Cell(Adapter):
 # ---- forward
 
 
-def forward_geometry(desc: Selection) -> Geometry:
-    return Geometry.make(desc, desc.head_dim_v, desc.head_dim, configs.FORWARD_ROWS)
+def forward_geometry(desc: Selection, most: int | None = None) -> Geometry:
+    return Geometry.make(desc, desc.head_dim_v, desc.head_dim, configs.FORWARD_ROWS, most)
 
 
-def forward_regions(desc: Selection) -> tuple[Region, ...]:
+def forward_regions(desc: Selection, most: int | None = None) -> tuple[Region, ...]:
     """Bytes: the map, and partial results of one launch."""
-    g = forward_geometry(desc)
+    g = forward_geometry(desc, most)
     sizes = {name: 4 * n for name, n in g.map_regions().items()}
     return nsa_map.regions({**sizes, "part_lse": 4 * g.held_rows, "part_o": g.held_rows * g.pitch * g.itemsize})
 
@@ -124,9 +124,13 @@ class NsaFwdExecutable(_Shared):
         super().__init__(desc, target)
         self.kernels[FWD_BLOCKS.name] = NsaKernel(FWD_BLOCKS, self.shared, self._pick(configs.FWD).blocks, target)
         self.kernels[COMBINE.name] = NsaKernel(COMBINE, self.shared, configs.COMBINE, target)
+        self.most = forward_geometry(desc).most
+
+    def workspace(self, desc: OpDesc) -> tuple[Region, ...]:
+        return forward_regions(cast(NsaSelectionDesc, desc), self.most)
 
     def freeze(self, desc: Any) -> FrozenChain:
-        g = forward_geometry(desc)
+        g = forward_geometry(desc, self.most)
         chain = Chain(self.kernels, desc, g, {"part_lse": "float32", "part_o": desc.q.dtype.torch_name})
         calls: list[FrozenKernel] = []
         for t0, tokens in g.launches():
@@ -154,8 +158,8 @@ class NsaSelectionFwdDslTriton(_Cell, NsaSelectionFwdDsl):
 # ---- backward
 
 
-def backward_geometry(desc: Selection) -> Geometry:
-    return Geometry.make(desc, desc.head_dim, desc.head_dim + desc.head_dim_v, configs.BACKWARD_ROWS)
+def backward_geometry(desc: Selection, most: int | None = None) -> Geometry:
+    return Geometry.make(desc, desc.head_dim, desc.head_dim + desc.head_dim_v, configs.BACKWARD_ROWS, most)
 
 
 def _pitch(width: int) -> int:
@@ -163,9 +167,9 @@ def _pitch(width: int) -> int:
     return cdiv(width, 4) * 4
 
 
-def backward_regions(desc: NsaSelectionBwdDesc) -> tuple[Region, ...]:
+def backward_regions(desc: NsaSelectionBwdDesc, most: int | None = None) -> tuple[Region, ...]:
     """Bytes: the map, row statistics, shares of dQ, sums of dK and dV per work item, and over earlier launches."""
-    g = backward_geometry(desc)
+    g = backward_geometry(desc, most)
     blocks = g.problems * g.n_blocks
     many = len(g.launches()) > 1
     out = {name: 4 * n for name, n in g.map_regions().items()}
@@ -191,12 +195,16 @@ class NsaBwdExecutable(_Shared):
             add(KEYS, configs.KEYS, key="keys_dv", d_pad=self.shared.dv_pad, even_d=self.shared.even_dv)
         if desc.dq is not None:
             add(QUERIES, configs.QUERIES)
+        self.most = backward_geometry(desc).most
+
+    def workspace(self, desc: OpDesc) -> tuple[Region, ...]:
+        return backward_regions(cast(NsaSelectionBwdDesc, desc), self.most)
 
     def _add(self, spec: Any, blocks: Any, *, key: str | None = None, **own: Any) -> None:
         self.kernels[key or spec.name] = NsaKernel(spec, replace(self.shared, **own), blocks, self.target)
 
     def freeze(self, desc: Any) -> FrozenChain:
-        g = backward_geometry(desc)
+        g = backward_geometry(desc, self.most)
         sums = ("stats", "part_dk", "part_dv", "sums_dk", "sums_dv")
         chain = Chain(self.kernels, desc, g, {"part_dq": desc.q.dtype.torch_name, **dict.fromkeys(sums, "float32")})
         n_rows = g.rows * g.group

@@ -68,10 +68,13 @@ class Geometry:
     chunk_rows: int
     pitch: int        # elements of a row of partial results
     itemsize: int
+    most: int         # tokens of one launch where there are enough
 
     @staticmethod
-    def make(desc: Selection, width: int, read: int, chunk_rows: int) -> Geometry:
-        """`width`: elements of a partial result; `read`: elements of a row's operands."""
+    def make(desc: Selection, width: int, read: int, chunk_rows: int, most: int | None = None) -> Geometry:
+        """`width`: elements of a partial result; `read`: elements of a row's operands; `most`: what another Geometry says,
+        that of the declared maxima for a bound descriptor. What is held then grows with every extent, so that a workspace for
+        the maxima holds any smaller binding."""
         keys, rows, n_seqs = bind_dim(desc.seqlen_kv, None), bind_dim(desc.seqlen_q, None), bind_dim(desc.batch, None)
         n_seqs = max(n_seqs, 0)
         size, itemsize = desc.block_size, desc.q.dtype.itemsize
@@ -79,14 +82,16 @@ class Geometry:
         pitch = cdiv(width, 16 // itemsize) * (16 // itemsize)
         slots = max(desc.slots, 1)
         per_token = max(batches, 1) * heads_kv * group * slots * pitch * itemsize
-        most = max(configs.MIN_TOKENS, min(configs.MAX_TOKENS, configs.PARTIAL_BYTES // per_token // configs.MIN_TOKENS * configs.MIN_TOKENS))
+        if most is None:
+            fit = configs.PARTIAL_BYTES // per_token // configs.MIN_TOKENS * configs.MIN_TOKENS
+            most = max(configs.MIN_TOKENS, min(configs.MAX_TOKENS, fit))
         tokens = min(rows, most)
         n_blocks = (keys // size + n_seqs + 2 if keys else 0) if desc.packed else cdiv(keys, size)
         least = cdiv(max(configs.PART_BYTES // (group * read * itemsize), 1), configs.MAP_TILE) * configs.MAP_TILE
         wanted = max(least, configs.PART_ROWS * n_blocks // (slots * group))
         tiles = cdiv(cdiv(tokens, cdiv(tokens, wanted)), configs.MAP_TILE) if tokens else 1
         return Geometry(batches, heads_kv, group, rows, keys, desc.slots, tokens, tiles * configs.MAP_TILE, least, n_blocks,
-                        n_seqs, chunk_rows, pitch, itemsize)
+                        n_seqs, chunk_rows, pitch, itemsize, most)
 
     @property
     def problems(self) -> int:

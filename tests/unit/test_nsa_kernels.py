@@ -129,3 +129,19 @@ def test_a_part_of_a_launch_stays_in_the_cache_and_gives_blocks_enough_rows() ->
     assert backward.span * 2 == forward.span  # Q and dO
     for g in geometries(t=131_072):
         assert g.span * g.slots * g.group >= configs_nsa.PART_ROWS * g.n_blocks
+
+
+@pytest.mark.parametrize("op", ["nsa_selection", "nsa_selection_backward"])
+@pytest.mark.parametrize("batch, tokens", [(16, 8192), (7, 65_536), (4, 2048)])
+def test_workspace_at_the_maxima_holds_every_binding(op: str, batch: int, tokens: int) -> None:
+    """How many tokens a launch takes depends on the batch, in steps: it is settled at the declared maxima."""
+    from engines.triton.adapter_nsa import backward_geometry, backward_regions, forward_geometry, forward_regions
+
+    geometry, regions = {"nsa_selection": (forward_geometry, forward_regions),
+                         "nsa_selection_backward": (backward_geometry, backward_regions)}[op]
+    most = geometry(descs(t=tokens, hk=2, d=64, dv=64, batch=batch)[op]).most
+    largest = {r.name: r.nbytes for r in regions(descs(t=tokens, hk=2, d=64, dv=64, batch=batch)[op], most)}
+    for b in range(1, batch + 1):
+        for t in (1, tokens // 3, tokens - 1, tokens):
+            found = {r.name: r.nbytes for r in regions(descs(t=t, hk=2, d=64, dv=64, batch=b)[op], most)}
+            assert all(found[n] <= largest[n] for n in found), (b, t)

@@ -18,6 +18,7 @@ from cases.small import Spec
 from cases.table import BY_NAME
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import frost
 from descriptors import sym
 from engines.base import Launch, Workspace
 from frost import values
@@ -372,3 +373,45 @@ def test_an_executable_is_handed_bound_descriptors_only() -> None:
             )
     assert [launch.desc.seqlen_q for launch in seen] == [5, 9]  # type: ignore[attr-defined]
     assert not any(t.is_symbolic for launch in seen for _, t in launch.desc.tensors())
+
+
+@pytest.mark.parametrize("scattered", [False, True])
+def test_a_workspace_of_workspace_size_serves_every_binding(scattered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bias row that is bound to 1 keeps the kernel that was chosen at the maximum; and packing smaller pieces anew may take
+    more in all, which `scattered` provokes: the pieces then lie where they do at the maxima."""
+    from frost import plan as plan_module
+    from frost.workspace import Placement
+
+    rows = frost.sym("Sq", max=96)
+    g = frost.Graph("symbolic")
+    shapes = {"q": (1, 1, rows, 16), "k": (1, 1, 64, 16), "v": (1, 1, 64, 16), "o": (1, 1, rows, 16), "do": (1, 1, rows, 16),
+              "lse": (1, 1, rows), "bias": (1, 1, rows, 64)}
+    t = {n: g.tensor(n, s, dtype="fp32") for n, s in shapes.items()}
+    made = g.sdpa_backward(*(t[n] for n in ("q", "k", "v", "o", "do", "lse")), bias=t["bias"], dbias=True)
+    for name in ("dq", "dk", "dv", "dbias"):
+        g.output(getattr(made, name), name=name)
+    plan = g.compile("cpu", engines=["triton"], gates="off")
+    largest = plan.workspace_size
+
+    def feeds(n: int) -> dict[str, torch.Tensor]:
+        gen = torch.Generator().manual_seed(n)
+        return {name: torch.randn([n if d is rows else d for d in shape], generator=gen) for name, shape in shapes.items()}
+
+    want = {n: plan.execute(feeds(n)) for n in (96, 40, 1)}
+    if scattered:
+        real = plan_module.place
+
+        def scatter(requests: Any) -> Placement:
+            placed = real(requests)
+            if placed.nbytes == largest:
+                return placed
+            return Placement(placed.nbytes + largest, {k: (at + largest, n) for k, (at, n) in placed.offsets.items()})
+
+        monkeypatch.setattr(plan_module, "place", scatter)
+        plan._layouts.clear()
+    workspace = torch.full((largest,), 0x7F, dtype=torch.uint8)
+    for n in (96, 40, 1, 40):
+        for name, expected in want[n].items():
+            assert torch.equal(plan.execute(feeds(n), workspace=workspace)[name], expected), (n, name)
+    with pytest.raises(frost.BindError, match=f"given {largest // 2} bytes, expected at least"):
+        plan.execute(feeds(96), workspace=workspace[: largest // 2])
