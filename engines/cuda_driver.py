@@ -182,8 +182,9 @@ class TensorMap:
         self._kept = (sizes, pitches, boxes, steps)
         self._args = (dtype, rank, sizes, pitches, boxes, steps, swizzle)
 
-    def encode(self, address: int) -> bytes:
-        """The map of a tensor at `address`, a multiple of 16. Raises DriverError where the driver refuses it."""
+    def encode(self, address: int, index: int) -> bytes:
+        """The map of a tensor at `address`, a multiple of 16, on device `index`. Raises DriverError where the driver refuses
+        it."""
         memory = getattr(self._memory, "block", None)
         if memory is None:
             memory = self._memory.block = (ctypes.c_char * (2 * TENSOR_MAP_BYTES))()
@@ -191,9 +192,13 @@ class TensorMap:
         at += -at % 64
         dtype, rank, sizes, pitches, boxes, steps, swizzle = self._args
         d = driver()
-        d.check("cuTensorMapEncodeTiled", d.lib.cuTensorMapEncodeTiled(
-            at, dtype, rank, address, sizes, pitches, boxes, steps, self._NO_INTERLEAVE, swizzle,
-            self._PROMOTE_TO_128_BYTES, self._FILL_WITH_ZEROS))
+        args = (at, dtype, rank, address, sizes, pitches, boxes, steps, self._NO_INTERLEAVE, swizzle,
+                self._PROMOTE_TO_128_BYTES, self._FILL_WITH_ZEROS)
+        rc = d.lib.cuTensorMapEncodeTiled(*args)
+        if rc == _INVALID_CONTEXT:  # as in `launch`, before which maps are made
+            d.lib.cuCtxSetCurrent(_primary_context(index))
+            rc = d.lib.cuTensorMapEncodeTiled(*args)
+        d.check("cuTensorMapEncodeTiled", rc)
         return ctypes.string_at(at, TENSOR_MAP_BYTES)
 
 

@@ -48,6 +48,7 @@ _RELEASES = ("3.6",)
 # A tensor map's limit: strides below 2**40 bytes.
 _MAX_STRIDE_BYTES = 2**40
 _OPTIONS = ("bias", "mask", "sink", "softcap", "seq_len_q", "seq_len_kv", "cu_seqlens_q", "cu_seqlens_kv")
+_MOST_PADDING = 2
 # The kernels are compiled for four warps; those of the other roles are added inside.
 _WARPS = 4
 
@@ -84,9 +85,9 @@ def _band_is_simple(desc: SdpaDesc | SdpaBwdDesc) -> bool:
 
 
 def _mappable(t: TensorDesc) -> bool:
-    """A broadcast axis (stride 0) is left to the other kernels."""
+    """Rows that share memory (broadcast axes, views that unfold) are left to the other kernels."""
     pitches = [s for d, s in zip(t.shape[:-1], t.strides[:-1]) if d != 1]
-    return all(0 < s and s * t.dtype.itemsize < _MAX_STRIDE_BYTES for s in pitches)  # type: ignore[operator]
+    return t.nests and all(0 < s and s * t.dtype.itemsize < _MAX_STRIDE_BYTES for s in pitches)  # type: ignore[operator]
 
 
 def serves_forward(desc: SdpaDesc, target: Target) -> bool:
@@ -98,9 +99,16 @@ _BWD_MAIN = ("q", "k", "v", "o", "do", "dq", "dk", "dv")
 
 def serves_backward(desc: SdpaBwdDesc, target: Target) -> bool:
     """dQ is a sum in arrival order here, so a deterministic backward is left to the kernels that fix every order; so is
-    one that wants only some of the three gradients."""
+    one that wants only some of the three gradients, and one whose rows are few: they are padded to whole tiles here, in fp32."""
     return (not desc.deterministic and None not in (desc.dq, desc.dk, desc.dv)
-            and serves(desc, target, _BWD_MAIN, ("lse", "dlse"), configs_hopper.head_dims(configs_hopper.BWD_HOPPER)))
+            and serves(desc, target, _BWD_MAIN, ("lse", "dlse"), configs_hopper.head_dims(configs_hopper.BWD_HOPPER))
+            and _padded_rows(desc) <= _MOST_PADDING * bind_dim(desc.seqlen_q, None))
+
+
+def _padded_rows(desc: SdpaBwdDesc) -> int:
+    """Rows of a head in the sums of dQ."""
+    block = backward_params(desc).tile.block_m
+    return cdiv(bind_dim(desc.seqlen_q, None), block) * block
 
 
 def extents(t: TensorDesc) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -150,7 +150,7 @@ class FrozenKernel:
         self._head.pack_into(data, self._pointers_at, *self._addresses(self._sources, operands, workspace))
         for at, tensor_map, pointer in self._maps:
             address, = self._addresses((pointer,), operands, workspace)
-            data[at:at + cuda_driver.TENSOR_MAP_BYTES] = tensor_map.encode(address)
+            data[at:at + cuda_driver.TENSOR_MAP_BYTES] = tensor_map.encode(address, device)
         return cuda_driver.BoundKernel(self._kernel.function(device), self._grid_on(device), bytes(data))
 
     def launch(self, operands: Mapping[str, Any], workspace: Workspace | None, device: int, stream: int) -> None:
@@ -163,7 +163,7 @@ class FrozenKernel:
             self._mine.mapped = [0] * len(self._maps)
         self._head.pack_into(buffer.data, self._pointers_at, *self._addresses(self._sources, operands, workspace))
         if self._maps:
-            self._write_maps(buffer, operands, workspace)
+            self._write_maps(buffer, operands, workspace, device)
         cuda_driver.launch(self._kernel.function(device), self._grid_on(device), buffer, stream)
 
     def _grid_on(self, device: int) -> tuple[int, int, int]:
@@ -172,13 +172,13 @@ class FrozenKernel:
         return min(self._programs, cuda_driver.multiprocessors(device)), 1, 1
 
     def _write_maps(self, buffer: cuda_driver.LaunchBuffer, operands: Mapping[str, Any],
-                    workspace: Workspace | None) -> None:
+                    workspace: Workspace | None, device: int) -> None:
         """Encoding costs more than a pointer does, so only maps of addresses that moved are made again."""
         addresses = self._addresses([pointer for _, _, pointer in self._maps], operands, workspace)
         mapped = self._mine.mapped
         for i, (at, tensor_map, _) in enumerate(self._maps):
             if mapped[i] != addresses[i]:
-                buffer.write(at, tensor_map.encode(addresses[i]))
+                buffer.write(at, tensor_map.encode(addresses[i], device))
                 mapped[i] = addresses[i]
 
     @staticmethod

@@ -298,7 +298,7 @@ def _shapes() -> list[tuple[int, int, int, int, int]]:
     """(B, Hq, Hk, Sq, Sk), all different, in an order that has everything early."""
     made = [
         (b, hq, hk, sq, sk)
-        for sq, sk, b, (hq, hk) in itertools.product(range(1, 26), range(1, 21), range(1, 5), HEADS)
+        for sq, sk, b, (hq, hk) in itertools.product(range(20, 45), range(30, 50), range(1, 5), HEADS)
     ]
     random.Random(0).shuffle(made)
     return made
@@ -306,9 +306,9 @@ def _shapes() -> list[tuple[int, int, int, int, int]]:
 
 def _every_kind() -> Iterator[tuple[int, int, int, int, int, bool, bool]]:
     """(B, Hq, Hk, Sq, Sk, causal, with a backward): a shape of each kind that may have kernels of its own (groups, a causal
-    square), which chance alone may bring up late. Their sizes are none of `_shapes`."""
-    for (hq, hk), sk, causal, backward in itertools.product(HEADS, (30, 33), (False, True), (False, True)):
-        yield 1, hq, hk, 30, sk, causal, backward
+    square, few rows), which chance alone may bring up late. Their sizes are none of `_shapes`."""
+    for (hq, hk), sq, more, causal, backward in itertools.product(HEADS, (18, 60), (0, 3), (False, True), (False, True)):
+        yield 1, hq, hk, sq, sq + more, causal, backward
 
 
 def _resident_mb() -> float:

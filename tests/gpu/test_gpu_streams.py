@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from typing import Any
 
 import harness
@@ -162,3 +163,32 @@ def test_execute_with_everything_given_allocates_and_waits_for_nothing() -> None
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+
+@pytest.mark.parametrize("how", ["execute", "bind"])
+def test_a_thread_that_has_not_touched_cuda(how: str) -> None:
+    """It has no current context, and tensor maps are encoded before anything is launched."""
+    inputs = {n: t for n, t in harness.dense_inputs(1, 4, 2, 256, 256, 128).items() if n != "do"}
+    o = harness.nan_like(inputs["q"])
+    plan = harness.forward_plan(inputs, {"o": o}, causal=True)
+    want = plan.execute(inputs)["o"].clone()
+    fresh = harness.forward_plan(inputs, {"o": o}, causal=True)
+    torch.cuda.synchronize()
+    failed: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            feeds = {**inputs, "o": o}
+            if how == "execute":
+                fresh.execute(feeds)
+            else:
+                fresh.bind(feeds)()
+        except BaseException as e:
+            failed.append(e)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(60)
+    assert not failed and not thread.is_alive(), failed
+    torch.cuda.synchronize()
+    assert harness.same_bits(o, want)

@@ -55,6 +55,7 @@ NOT_SERVED = {
     "causal, not square": dense(k=tensor(2, 2, 300, 64), v=tensor(2, 2, 300, 64), band=CAUSAL),
     "a byte off": dense(q=tensor(2, 4, 100, 64, alignment=2)),
     "pitch of 72 bytes": dense(q=tensor(2, 4, 100, 64, strides=(100 * 4 * 68, 100 * 68, 68, 1))),
+    "rows that overlap": dense(k=tensor(2, 2, 100, 64, strides=(100 * 2 * 64, 100 * 64, 8, 1))),
     "last stride 2": dense(q=tensor(2, 4, 100, 64, strides=(100 * 4 * 128, 100 * 128, 128, 2))),
     "broadcast batch": dense(k=tensor(2, 2, 100, 64, strides=(0, 6400, 64, 1))),
     "no keys": dense(k=tensor(2, 2, 0, 64), v=tensor(2, 2, 0, 64)),
@@ -114,21 +115,21 @@ def test_forward_compiles_without_spills(d: int, tile: HopperTile, causal: bool)
     assert runtime.resource_usage(kernel.bundle.code)["spill_bytes"] == 0
 
 
-def backward(d: int = 64, **more: Any) -> SdpaBwdDesc:
-    q, k = tensor(2, 4, 100, d), tensor(2, 2, 100, d)
-    return SdpaBwdDesc(**{"q": q, "k": k, "v": k, "o": q, "lse": tensor(2, 4, 100, dtype="fp32"), "do": q, "dq": q, "dk": k,
+def backward(d: int = 64, s: int = 100, **more: Any) -> SdpaBwdDesc:
+    q, k = tensor(2, 4, s, d), tensor(2, 2, s, d)
+    return SdpaBwdDesc(**{"q": q, "k": k, "v": k, "o": q, "lse": tensor(2, 4, s, dtype="fp32"), "do": q, "dq": q, "dk": k,
                           "dv": k, **more})
 
 
-@pytest.mark.parametrize("changes", [{}, {"band": CAUSAL}, {"dlse": tensor(2, 4, 100, dtype="fp32")}, {"d": 128}],
-                         ids=["full", "causal", "dlse", "d128"])
+@pytest.mark.parametrize("changes", [{}, {"band": CAUSAL}, {"dlse": tensor(2, 4, 100, dtype="fp32")}, {"d": 128}, {"s": 32}],
+                         ids=["full", "causal", "dlse", "d128", "32 rows"])
 def test_backward_served(changes: dict[str, Any]) -> None:
     assert hopper.serves_backward(backward(**changes), SM90)
 
 
 @pytest.mark.parametrize("changes", [{"deterministic": True}, {"dk": None}, {"d": 40}, {"softcap": 3.0},
-                                     {"dq": tensor(2, 4, 100, 64, alignment=8)}],
-                         ids=["deterministic", "no dk", "d40", "softcap", "dq is not aligned"])
+                                     {"dq": tensor(2, 4, 100, 64, alignment=8)}, {"s": 31}],
+                         ids=["deterministic", "no dk", "d40", "softcap", "dq is not aligned", "few rows"])
 def test_backward_left_to_the_others(changes: dict[str, Any]) -> None:
     """A deterministic backward needs sums in a fixed order, which dQ's is not here."""
     assert not hopper.serves_backward(backward(**changes), SM90)
