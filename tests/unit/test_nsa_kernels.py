@@ -135,7 +135,12 @@ def test_a_part_of_a_launch_stays_in_the_cache_and_gives_blocks_enough_rows() ->
 @pytest.mark.parametrize("batch, tokens", [(16, 8192), (7, 65_536), (4, 2048)])
 def test_workspace_at_the_maxima_holds_every_binding(op: str, batch: int, tokens: int) -> None:
     """How many tokens a launch takes depends on the batch, in steps: it is settled at the declared maxima."""
-    from engines.triton.adapter_nsa import backward_geometry, backward_regions, forward_geometry, forward_regions
+    from engines.triton.adapter_nsa import (
+        backward_geometry,
+        backward_regions,
+        forward_geometry,
+        forward_regions,
+    )
 
     geometry, regions = {"nsa_selection": (forward_geometry, forward_regions),
                          "nsa_selection_backward": (backward_geometry, backward_regions)}[op]
