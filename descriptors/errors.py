@@ -4,9 +4,10 @@ from __future__ import annotations
 
 
 class FrostError(Exception):
-    """Every error that FROST raises on purpose about what it was given: graphs, buffers, files, engines that decline.
+    """The root of FROST's own error classes: graphs, buffers, files, plans, gates, drivers, engines that decline, backends.
 
-    Each class is also a ValueError or a RuntimeError, whichever it means.
+    Each class is also a ValueError or a RuntimeError, whichever it means. A misspelt option is Python's TypeError, and an
+    argument that names nothing (an engine, a device, a policy) a plain ValueError.
     """
 
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from descriptors import (
     DType,
+    FrostError,
     NsaCompressBwdDesc,
     NsaCompressDesc,
     NsaCompressedBwdDesc,
@@ -102,7 +103,7 @@ class Support:
         return self.ok
 
 
-class Decline(Exception):
+class Decline(FrostError):
     """The typed "no" that lets lowering ask the next engine. Anything else an engine raises is a bug and propagates."""
 
     def __init__(self, *reasons: Reason) -> None:

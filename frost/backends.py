@@ -18,6 +18,7 @@ from typing import Any
 from . import backend_probes as probes
 from .backend_bench import benchmark_backends, benchmark_backends_with_reasons
 from .backend_probes import FLASHMLA_CONTRACT, Answer, Where
+from .errors import FrostError
 from .sdpa_baseline import load_sdpa_baseline, sdpa_baseline_info
 
 __all__ = [
@@ -44,7 +45,7 @@ TRITON_FA2_GATE_MODULE = "frost.gates"
 DEFAULT_BACKEND = "sdpa"
 
 
-class BackendError(RuntimeError):
+class BackendError(FrostError, RuntimeError):
     """A backend that was asked for by name and cannot be had; the message carries the reason."""
 
 

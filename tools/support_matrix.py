@@ -27,6 +27,8 @@ tools.support_matrix`. Don't edit it by hand.
 An engine may hold several cells for an op; lowering takes it if one of them covers the node. A row says what a
 cell consumes; an engine may decline more narrowly, and the route then names the field, what was given and what
 would have done. Engines are listed in the order in which `engines=None` asks them.
+
+*A backward: with `deterministic=True`. Without it `sm80` (plain scores) and, on Hopper, `triton` may add dQ up in arrival order.
 """
 
 _FEATURES_HEAD = """\
@@ -42,7 +44,7 @@ _COLUMNS = (
     ("groups", lambda c: "any" if c.groups == "any" else "Hq = Hk"),
     ("last stride", lambda c: "1" if c.unit_last_stride else "any"),
     ("symbolic dims", lambda c: _yes(c.symbolic)),
-    ("bit-reproducible", lambda c: _yes(c.deterministic)),
+    ("bit-reproducible*", lambda c: _yes(c.deterministic)),
     ("allocates", lambda c: _yes(c.allocates)),
     ("note", lambda c: c.note),
 )
@@ -85,11 +87,13 @@ def features(op: str, rows: Sequence[tuple[Engine, Capabilities]]) -> list[str]:
     """The optional fields of an op, in the order of its descriptor; then what only rows name."""
     known: list[str] = []
     for f in fields(OP_TYPES[op]) if op in OP_TYPES else ():  # type: ignore[arg-type]
+        if f.name in OP_TYPES[op].BASE:  # every cell understands it
+            continue
         if isinstance(f.default, MaskDesc):
             known += ["causal", "align", "window_left", "window_right"]
         else:
             known.append(f.name)
-    named = set().union(*(row.features for _, row in rows))
+    named = set().union(*(row.features for _, row in rows)) - (OP_TYPES[op].BASE if op in OP_TYPES else frozenset())
     return [n for n in known if n in named] + sorted(named - set(known))
 
 

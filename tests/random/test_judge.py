@@ -9,6 +9,7 @@ import pytest
 import spoilt_engine
 import torch
 
+from engines.reference.plain import allowed_error
 from tools.conjunctions import judge as judging
 from tools.conjunctions.buffers import prepare
 from tools.conjunctions.case import parse
@@ -85,3 +86,15 @@ def test_poison_is_where_nothing_may_be_read() -> None:
     assert torch.isnan(k[0, :, 2:]).all() and not torch.isnan(k[0, :, :2]).any()  # rows 0 and 1, from the top left
     around = torch.empty(0).set_(q.untyped_storage())
     assert int((~torch.isnan(around)).sum()) == (2 + 4) * 8
+
+
+@pytest.mark.parametrize(("factor", "near"), [(5.0, True), (20.0, False), (float("nan"), False), (float("inf"), False)])
+def test_only_what_is_nearly_right_is_measured_again(factor: float, near: bool) -> None:
+    """A lucky yardstick explains a small excess in one element, not a large one."""
+    made = prepare(parse(LINE))
+    allowed = allowed_error("o", made.ref["o"].double(), made.plain["o"], made.ref["lse"]).expand(made.ref["o"].shape)
+    got = made.ref["o"].double().clone()
+    at = (0,) * got.dim()
+    assert judging._is_near(made, "o", got)
+    got[at] += factor * allowed[at]
+    assert judging._is_near(made, "o", got) == near
