@@ -37,7 +37,7 @@ BANDS = {None: (False, True), False: (False,), True: (True,)}
 GENERAL_AXES = ((16, 32, 64, 128), (16, 32, 64, 128), (4, 8), (1, 2, 3))
 HOPPER_AXES: dict[str, tuple[tuple[Any, ...], ...]] = {
     "fwd_hopper": ((64, 128, 256), (64, 128), (2, 3, 4, 6), (False, True), (None, 128)),
-    "bwd_hopper": ((64, 128), (64, 128), (2, 3, 4)),
+    "bwd_hopper": ((64, 128), (64, 128), (2, 4)),  # its rings are walked with masks and shifts
 }
 # Numbers of the accumulators per thread past which a tile can only spill: (matrices of BLOCK_M x d, of BLOCK_N x d, of
 # BLOCK_M x BLOCK_N) that a kernel holds at a time.

@@ -135,6 +135,11 @@ def test_backward_left_to_the_others(changes: dict[str, Any]) -> None:
     assert not hopper.serves_backward(backward(**changes), SM90)
 
 
+def test_rings_of_the_backward_are_two_or_four_long() -> None:
+    """The kernel walks them with masks and shifts; another length would wait for ever."""
+    assert {tile.stages for _, tile in BACKWARD_TILES} <= {2, 4}
+
+
 @compiled
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("d, tile", BACKWARD_TILES, ids=str)
