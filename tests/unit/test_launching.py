@@ -58,7 +58,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Encodings and launches as they happen."""
     seen: dict[str, Any] = {"encoded": [], "launches": []}
 
-    def encode(self: Any, address: int) -> bytes:
+    def encode(self: Any, address: int, index: int) -> bytes:
         seen["encoded"].append(address)
         return address.to_bytes(8, "little") * (TENSOR_MAP_BYTES // 8)
 
@@ -117,3 +117,38 @@ def test_nothing_is_launched_or_encoded_without_programs(launched: dict[str, Any
     frozen.launch({}, None, 0, 0)
     frozen.bind({}, None, 0)(0)
     assert not launched["encoded"] and not launched["launches"]
+
+
+def test_a_map_is_encoded_in_a_thread_without_a_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver refuses; the device's context is made current, and it is asked again, once."""
+
+    class Library:
+        def __init__(self, answers: list[int]) -> None:
+            self.answers, self.current = answers, []
+
+        def cuTensorMapEncodeTiled(self, *args: Any) -> int:
+            return self.answers.pop(0)
+
+        def cuCtxSetCurrent(self, context: int) -> int:
+            self.current.append(context)
+            return 0
+
+    class Driver:
+        check = cuda_driver._Driver.check
+
+        def __init__(self, answers: list[int]) -> None:
+            self.lib = Library(answers)
+            self.lib.cuGetErrorName = lambda rc, name: 0
+
+    def encoded(answers: list[int]) -> Library:
+        driver = Driver(answers)
+        monkeypatch.setattr(cuda_driver, "driver", lambda: driver)
+        monkeypatch.setattr(cuda_driver, "_primary_context", lambda index: 1000 + index)
+        made = cuda_driver.TensorMap(dtype=9, itemsize=2, shape=(1, 64), strides=(64, 1), box=(1, 64), swizzle=3)
+        assert len(made.encode(4096, 3)) == TENSOR_MAP_BYTES
+        return driver.lib
+
+    assert encoded([0]).current == []
+    assert encoded([cuda_driver._INVALID_CONTEXT, 0]).current == [1003]
+    with pytest.raises(cuda_driver.DriverError, match="cuTensorMapEncodeTiled"):
+        encoded([cuda_driver._INVALID_CONTEXT, cuda_driver._INVALID_CONTEXT])
