@@ -98,6 +98,11 @@ def registrations(name: str) -> int:
         return _registrations.get(name, 0)
 
 
+def every_registration() -> int:
+    """How often any engine was registered in this process. With `names()` it tells one set of engines from every other."""
+    return sum(_registrations.values())
+
+
 def unregister(name: str) -> None:
     """Remove an engine added by `register`. Raises ValueError for a built-in or unknown name."""
     with _lock:

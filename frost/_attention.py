@@ -267,7 +267,7 @@ def _find(kind: str, tensors: dict[str, Tensor], outputs: dict[str, tuple[int, .
     made = tuple(outputs.items()) if not tags else tuple(
         (name, stride if stride is None or name not in tags else through(_shape_of(name, tensors), stride, tags[name]))
         for name, stride in outputs.items())
-    world = (registry.names(), _gate_state() if device.type == "cuda" and policy != "off" else None)
+    world = (registry.names(), registry.every_registration(), _gate_state() if device.type == "cuda" and policy != "off" else None)
     key = (kind, device, policy, options, facts, made, world)
     with _lock:
         plan = _plans.get(key)

@@ -142,7 +142,7 @@ def _find(op: str, tensors: dict[str, Tensor], outputs: dict[str, tuple[int, ...
     made = tuple((name, stride if stride is None or name not in tags else through(
         (tensors[_SHAPE_OF[name]].shape[0], *(1,) * (len(stride) - 1)), stride, tags[name]))
         for name, stride in outputs.items())
-    world = (registry.names(), _gate_state() if device.type == "cuda" and policy != "off" else None)
+    world = (registry.names(), registry.every_registration(), _gate_state() if device.type == "cuda" and policy != "off" else None)
     key = (op, device, policy, call, facts, made, world)
     with _lock:
         plan = _plans.get(key)

@@ -556,3 +556,33 @@ def test_numpy_numbers_are_numbers() -> None:
     q, k, v = qkv()
     want = frost.attention(q, k, v, scale=0.5, window=(1, 2))
     assert_same(frost.attention(q, k, v, scale=np.float64(0.5), window=(np.int64(1), np.int32(2))), want)
+
+
+def test_an_engine_that_was_replaced_under_its_name_is_asked_anew() -> None:
+    """The loop of somebody who writes an engine: unregister, mend, register."""
+    from engines import registry
+    from engines.reference import ENGINE as reference
+
+    asked: list[str] = []
+
+    def version(tag: str) -> Engine:
+        class Mended(type(reference)):  # type: ignore[misc]
+            name = "mended"
+
+            def adapter(self, api_type: Any) -> Adapter | None:
+                asked.append(tag)
+                return super().adapter(api_type)
+
+        return Mended()
+
+    q = torch.randn(1, 1, 5, 24)
+    try:
+        for tag in ("first", "second"):
+            asked.clear()
+            registry.register(version(tag), priority=0)
+            frost.attention(q, q, q)
+            assert set(asked) == {tag}
+            registry.unregister("mended")
+    finally:
+        if "mended" in registry.names():
+            registry.unregister("mended")
