@@ -195,9 +195,12 @@ class TensorMap:
         args = (at, dtype, rank, address, sizes, pitches, boxes, steps, self._NO_INTERLEAVE, swizzle,
                 self._PROMOTE_TO_128_BYTES, self._FILL_WITH_ZEROS)
         rc = d.lib.cuTensorMapEncodeTiled(*args)
-        if rc == _INVALID_CONTEXT:  # as in `launch`, before which maps are made
-            d.lib.cuCtxSetCurrent(_primary_context(index))
-            rc = d.lib.cuTensorMapEncodeTiled(*args)
+        if rc == _INVALID_CONTEXT:  # a thread that has not touched CUDA yet; its current device stays as it is
+            d.check("cuCtxPushCurrent", d.lib.cuCtxPushCurrent_v2(_primary_context(index)))
+            try:
+                rc = d.lib.cuTensorMapEncodeTiled(*args)
+            finally:
+                d.lib.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
         d.check("cuTensorMapEncodeTiled", rc)
         return ctypes.string_at(at, TENSOR_MAP_BYTES)
 

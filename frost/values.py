@@ -13,8 +13,11 @@ import torch
 
 from descriptors import (
     NSA_TYPES,
+    NsaCompressedBwdDesc,
+    NsaCompressedDesc,
     NsaSelectionBwdDesc,
     NsaSelectionDesc,
+    NsaTopkDesc,
     OpDesc,
     SdpaBwdDesc,
     SdpaDesc,
@@ -61,14 +64,19 @@ def _attention(desc: SdpaDesc | SdpaBwdDesc, operands: Mapping[str, torch.Tensor
                            max_seqlen_q=desc.max_seqlen_q, max_seqlen_kv=desc.max_seqlen_kv, pairs=pairs)
 
 
+# Packed, what bounds their sequences is an option: importance and choices are sized by it.
+_TOLD_THE_LONGEST = (NsaCompressedDesc, NsaCompressedBwdDesc, NsaTopkDesc)
+
+
 def _sparse(desc: Any, operands: Mapping[str, torch.Tensor]) -> str | None:
     cu = operands.get("cu_seqlens")
     bad = None
     if cu is not None:
         total = operands["q" if "q" in operands else "x" if "x" in operands else "importance"].shape[0]
-        bad = first_bad_value(cu_seqlens_q=cu, extent_q=total, extent_kv=total)
+        longest = desc.seqlen_kv if isinstance(desc, _TOLD_THE_LONGEST) else None
+        bad = first_bad_value(cu_seqlens_q=cu, extent_q=total, extent_kv=total, max_seqlen_q=longest)
     if bad is not None:
-        return bad.replace("cu_seqlens_q", "cu_seqlens")
+        return bad.replace("cu_seqlens_q", "cu_seqlens").replace("max_seqlen_q", "seqlen_kv")
     if not isinstance(desc, (NsaSelectionDesc, NsaSelectionBwdDesc)):
         return None
     # An index that is no block is legal (see the op); only who asked for checks hears of one beyond the -1 of padding.

@@ -9,11 +9,11 @@ serve. Compiled kernels are kept: another size compiles nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from descriptors import DType, MaskDesc, SdpaBwdDesc, SdpaDesc, TensorDesc
+from descriptors import ALIGNMENTS, DType, MaskDesc, SdpaBwdDesc, SdpaDesc, TensorDesc
 from engines.base import Adapter, Decline, Launch, Target, Workspace
 
 from . import ENGINE
@@ -25,6 +25,25 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _REGION_ALIGNMENT = 256
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_side(value: Any) -> bool:
+    return value is None or (isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31)
+
+
+# option -> (default, whether a value means something, what was expected). No graph is validated here, so nobody else asks.
+_OPTIONS: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
+    "causal": (False, lambda x: isinstance(x, bool), "True or False"),
+    "align": ("top_left", lambda x: x in ALIGNMENTS, " or ".join(map(repr, ALIGNMENTS))),
+    "window": ((None, None), lambda x: isinstance(x, tuple) and len(x) == 2 and all(map(_is_side, x)),
+               "a pair (left, right), each None or an int in 0..2147483647"),
+    "scale": (None, lambda x: x is None or _is_number(x), "None or a finite number"),
+    "softcap": (None, lambda x: x is None or (_is_number(x) and x >= 0), "None or a finite number >= 0"),
+}
 _TENSOR_OPTIONS = ("bias", "mask", "sink", "seq_len_q", "seq_len_kv", "cu_seqlens_q", "cu_seqlens_kv")
 
 
@@ -103,9 +122,15 @@ def _operands(q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any]) -> tu
     rest = dict(options)
     operands = {"q": q, "k": k, "v": v}
     operands |= {n: t for n in _TENSOR_OPTIONS if (t := rest.pop(n, None)) is not None}
-    left, right = rest.pop("window", (None, None))
-    band = MaskDesc(causal=rest.pop("causal", False), align=rest.pop("align", "top_left"), left=left, right=right)
-    facts: dict[str, Any] = {"band": band, "scale": rest.pop("scale", None), "softcap": rest.pop("softcap", None)}
+    value = {name: rest.pop(name, default) for name, (default, _, _) in _OPTIONS.items()}
+    for name, (_, meant, expected) in _OPTIONS.items():
+        if not meant(value[name]):
+            raise ValueError(f"{name}: given {value[name]!r}, expected {expected}")
+    left, right = value["window"]
+    if value["causal"] and right not in (None, 0):
+        raise ValueError(f"window right: given {right}, expected None or 0 beside causal=True")
+    band = MaskDesc(causal=value["causal"], align=value["align"], left=left, right=right)
+    facts: dict[str, Any] = {"band": band, "scale": value["scale"], "softcap": value["softcap"] or None}  # 0 is off
     if rest:
         raise TypeError(f"unknown options {sorted(rest)}")
     for name, tensor in operands.items():

@@ -120,17 +120,22 @@ def test_nothing_is_launched_or_encoded_without_programs(launched: dict[str, Any
 
 
 def test_a_map_is_encoded_in_a_thread_without_a_context(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The driver refuses; the device's context is made current, and it is asked again, once."""
+    """The driver refuses; it is asked again, once, in the device's context, which is not left behind."""
 
     class Library:
         def __init__(self, answers: list[int]) -> None:
-            self.answers, self.current = answers, []
+            self.answers, self.current, self.used = answers, [], []
 
         def cuTensorMapEncodeTiled(self, *args: Any) -> int:
+            self.used.append(tuple(self.current))
             return self.answers.pop(0)
 
-        def cuCtxSetCurrent(self, context: int) -> int:
+        def cuCtxPushCurrent_v2(self, context: int) -> int:
             self.current.append(context)
+            return 0
+
+        def cuCtxPopCurrent_v2(self, context: Any) -> int:
+            self.current.pop()
             return 0
 
     class Driver:
@@ -144,11 +149,14 @@ def test_a_map_is_encoded_in_a_thread_without_a_context(monkeypatch: pytest.Monk
         driver = Driver(answers)
         monkeypatch.setattr(cuda_driver, "driver", lambda: driver)
         monkeypatch.setattr(cuda_driver, "_primary_context", lambda index: 1000 + index)
+        libraries.append(driver.lib)
         made = cuda_driver.TensorMap(dtype=9, itemsize=2, shape=(1, 64), strides=(64, 1), box=(1, 64), swizzle=3)
         assert len(made.encode(4096, 3)) == TENSOR_MAP_BYTES
         return driver.lib
 
-    assert encoded([0]).current == []
-    assert encoded([cuda_driver._INVALID_CONTEXT, 0]).current == [1003]
+    libraries: list[Library] = []
+    assert encoded([0]).used == [()]
+    assert encoded([cuda_driver._INVALID_CONTEXT, 0]).used == [(), (1003,)]
     with pytest.raises(cuda_driver.DriverError, match="cuTensorMapEncodeTiled"):
         encoded([cuda_driver._INVALID_CONTEXT, cuda_driver._INVALID_CONTEXT])
+    assert all(library.current == [] for library in libraries) and len(libraries) == 3

@@ -372,3 +372,16 @@ def test_the_fine_mask_of_native_sparse_attention_pytorch(monkeypatch: pytest.Mo
     keep = seen(place[0][:, None, None, None], place[1][:, None, None], place[2][:, None], place[3])
     want = torch.nn.functional.scaled_dot_product_attention(q, *(x.repeat_interleave(2, 1) for x in (k, v)), attn_mask=keep)
     assert torch.allclose(nsa.selection_attn(q, k, v, indices, 8), want, atol=1e-5)
+
+
+@pytest.mark.parametrize("told", [63, 16])
+def test_a_sequence_longer_than_was_said_is_refused(told: int) -> None:
+    """As in attention: importance and choices are sized by what was said."""
+    gen = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(64, h, 16, generator=gen) for h in (2, 1, 1))
+    gates = [torch.ones(64, 2) for _ in range(3)]
+    how: dict[str, Any] = {"block_size": 8, "n_blocks": 3, "window": 5, "compress_len": 4, "compress_stride": 2,
+                           "cu_seqlens": torch.tensor([0, 64], dtype=torch.int32)}
+    assert torch.equal(nsa.nsa(q, k, v, *gates, **how, max_seqlen=64), nsa.nsa(q, k, v, *gates, **how))
+    with pytest.raises(BindError, match=f"cu_seqlens.*seqlen_kv = {told}"):
+        nsa.nsa(q, k, v, *gates, **how, max_seqlen=told)

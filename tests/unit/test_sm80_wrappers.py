@@ -8,6 +8,7 @@ import pytest
 import torch
 from sm80_emulator import EmulatedKernel, needs_compiler
 
+import frost
 from engines.base import Decline, Target
 from engines.reference.sdpa import sdpa_backward, sdpa_forward
 from engines.sm80 import adapter_bwd, adapter_fwd, wrappers
@@ -78,6 +79,21 @@ def test_determinism_is_the_callers_choice(deterministic: bool, monkeypatch: pyt
     grads = sdpa_bwd_wrapper_sm80(q, k, k, o, o, lse, deterministic=deterministic)
     assert ("cast" in made[0]) != deterministic and ("dq" in made[0]) == deterministic
     close(grads.dq, sdpa_backward(*(x.double() for x in (q, k, k, o, o, lse)), want=("dq",))[0])
+
+
+@pytest.mark.parametrize("options", [{"softcap": -3.0}, {"causal": True, "window": (None, 7)}, {"align": "bottom-right"},
+                                     {"window": (-5, None)}, {"window": 3}, {"scale": float("nan")}, {"causal": 1}], ids=str)
+def test_options_mean_what_they_mean_elsewhere(options: dict[str, Any]) -> None:
+    q = randn(1, 1, 8, 64)
+    with pytest.raises(ValueError, match="given .*, expected"):
+        sdpa_fwd_wrapper_sm80(q, q, q, **options)
+    with pytest.raises(ValueError):
+        frost.attention(q, q, q, **options)
+
+
+def test_a_softcap_of_zero_is_off() -> None:
+    q = randn(1, 1, 8, 64)
+    assert torch.equal(sdpa_fwd_wrapper_sm80(q, q, q, softcap=0.0)[0], sdpa_fwd_wrapper_sm80(q, q, q)[0])
 
 
 def test_what_does_not_fit_is_refused() -> None:
