@@ -23,6 +23,9 @@ _ELSEWHERE: dict[str, tuple[tuple[str, ...], str]] = {
     "return_attn_probs": (("return_lse", "stats"), "probabilities are never stored"),
     "return_lse": (("stats",), ""),
     "stats": (("return_lse",), ""),
+    # names of frost.nsa's own branches, where the whole module tells them apart
+    "block_len": (("compress_len",), ""),
+    "stride": (("compress_stride",), ""),
 }
 # What attention has elsewhere and has not here.
 _ABSENT = {

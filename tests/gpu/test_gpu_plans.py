@@ -16,7 +16,9 @@ two_gpus = pytest.mark.skipif(
 
 
 def test_a_new_shape_compiles_nothing() -> None:
-    harness.bind_pair(harness.dense_inputs(2, 4, 2, 200, 264, 64), causal=True).run()
+    # One shape of each set of kernels: on Hopper causal squares have their own, few rows keep the general backward.
+    for sq, sk in ((200, 264), (200, 200), (16, 16)):
+        harness.bind_pair(harness.dense_inputs(2, 4, 2, sq, sk, 64), causal=True).run()
     before = cache.info()
     for b, hq, hk, sq, sk in ((1, 1, 1, 1, 1), (3, 8, 2, 1000, 77), (2, 6, 2, 128, 128), (5, 4, 4, 17, 2048)):
         pair = harness.bind_pair(harness.dense_inputs(b, hq, hk, sq, sk, 64), causal=True)
@@ -100,24 +102,29 @@ def test_a_cpu_plan_refuses_cuda_tensors() -> None:
 
 
 @two_gpus
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("current", [0, 1])
 @pytest.mark.parametrize("operands", [0, 1])
-def test_operands_decide_the_device(current: int, operands: int) -> None:
+def test_operands_decide_the_device(current: int, operands: int, deterministic: bool) -> None:
     """Runs on the operands' device whatever the current one is, which stays as it was (flashinfer#452)."""
     torch.cuda.set_device(0)
-    wanted = harness.bind_pair(harness.dense_inputs(2, 4, 2, 130, 130, 64), causal=True, deterministic=True)
+    wanted = harness.bind_pair(harness.dense_inputs(2, 4, 2, 130, 130, 64), causal=True, deterministic=deterministic)
     wanted.run()
     torch.cuda.set_device(current)
     try:
         inputs = {n: t.to(f"cuda:{operands}") for n, t in wanted.inputs.items()}
         torch.cuda.synchronize(operands)
-        pair = harness.bind_pair(inputs, causal=True, deterministic=True)
+        pair = harness.bind_pair(inputs, causal=True, deterministic=deterministic)
         pair.run()
         torch.cuda.synchronize(operands)
         assert torch.cuda.current_device() == current
         for name, t in wanted.results.items():
             assert pair.results[name].device.index == operands
-            assert harness.same_bits(pair.results[name].to(t.device), t), name
+            here = pair.results[name].to(t.device)
+            if name == "dq" and not deterministic:  # may be added up in arrival order
+                torch.testing.assert_close(here, t, atol=2e-2, rtol=2e-2)
+            else:
+                assert harness.same_bits(here, t), name
     finally:
         torch.cuda.set_device(0)
 

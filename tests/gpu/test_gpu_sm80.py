@@ -110,15 +110,19 @@ def test_backward_is_bit_equal_under_load(d: int) -> None:
     stream.synchronize()
 
 
+@pytest.mark.parametrize("deterministic", [False, True], ids=["sums", "deterministic"])
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-def test_wrappers_match_the_plan(packed: bool) -> None:
+def test_wrappers_match_the_plan(packed: bool, deterministic: bool) -> None:
     cu = [0, 130, 130, 300]
     inputs = harness.packed_inputs(300, 300, 4, 2, 64, cu, cu) if packed else harness.dense_inputs(2, 4, 2, 150, 150, 64)
-    pair = harness.bind_pair(inputs, causal=True, deterministic=True)
+    pair = harness.bind_pair(inputs, causal=True, deterministic=deterministic)
     pair.run()
     options = {n: t for n, t in inputs.items() if n.startswith("cu_seqlens")}
     q, k, v, do = (inputs[n] for n in ("q", "k", "v", "do"))
     o, lse = sdpa_fwd_wrapper_sm80(q, k, v, causal=True, **options)
-    grads = sdpa_bwd_wrapper_sm80(q, k, v, o, do, lse, causal=True, deterministic=True, **options)
+    grads = sdpa_bwd_wrapper_sm80(q, k, v, o, do, lse, causal=True, deterministic=deterministic, **options)
     for name, got in {"o": o, "lse": lse, "dq": grads.dq, "dk": grads.dk, "dv": grads.dv}.items():
-        assert harness.same_bits(got, pair.results[name]), name
+        if name == "dq" and not deterministic:  # summed by atomic additions
+            torch.testing.assert_close(got, pair.results[name], atol=2e-2, rtol=2e-2)
+        else:
+            assert harness.same_bits(got, pair.results[name]), name

@@ -385,3 +385,9 @@ def test_a_sequence_longer_than_was_said_is_refused(told: int) -> None:
     assert torch.equal(nsa.nsa(q, k, v, *gates, **how, max_seqlen=64), nsa.nsa(q, k, v, *gates, **how))
     with pytest.raises(BindError, match=f"cu_seqlens.*seqlen_kv = {told}"):
         nsa.nsa(q, k, v, *gates, **how, max_seqlen=told)
+
+
+@pytest.mark.parametrize("name, meant", [("block_len", "compress_len"), ("stride", "compress_stride")])
+def test_the_names_of_the_branches_lead_to_those_of_the_module(name: str, meant: str) -> None:
+    with pytest.raises(TypeError, match=f"it is called '{meant}' here"):
+        nsa.nsa(*(torch.zeros(1, 1, 4, 8) for _ in range(3)), *(torch.zeros(1, 1, 4) for _ in range(3)), **{name: 16})

@@ -150,3 +150,26 @@ def test_workspace_at_the_maxima_holds_every_binding(op: str, batch: int, tokens
         for t in (1, tokens // 3, tokens - 1, tokens):
             found = {r.name: r.nbytes for r in regions(descs(t=t, hk=2, d=64, dv=64, batch=b)[op], most)}
             assert all(found[n] <= largest[n] for n in found), (b, t)
+
+
+@pytest.mark.parametrize("op, dtype, served", [
+    ("nsa_compressed_attention", "bf16", False), ("nsa_compressed_attention", "fp32", True),
+    ("nsa_compressed_attention_backward", "fp16", False), ("nsa_compressed_attention_backward", "fp32", False)])
+def test_head_dims_that_no_gate_row_has_run_are_declined_on_a_gpu(op: str, dtype: str, served: bool) -> None:
+    """Interpreted they are served: there the tests run them."""
+    from descriptors import NsaCompressedBwdDesc, NsaCompressedDesc
+    from engines.base import API_TYPES
+
+    def desc(*shape: int, of: str = dtype) -> TensorDesc:
+        return TensorDesc.make(shape, of)
+
+    q, k, v, o = desc(1, 2, 64, 192), desc(1, 1, 15, 192), desc(1, 1, 15, 128), desc(1, 2, 64, 128)
+    given: dict[str, Any] = {"q": q, "k": k, "v": v, "o": o, "lse": desc(1, 2, 64, of="fp32"), "seqlen_kv": 64, "block_len": 8,
+                             "stride": 4, "block_size": 16}
+    made: Any = NsaCompressedDesc(**given) if op == NsaCompressedDesc.OP else NsaCompressedBwdDesc(
+        **given, do=o, dq=q, dk=k, dv=v)
+    adapter = ENGINE.adapter(API_TYPES[type(made)])
+    assert adapter is not None
+    assert adapter.check_support(made, Target.cuda((9, 0))).ok == served
+    reasons = " ".join(map(str, adapter.check_support(made, Target.cpu()).reasons))
+    assert "gate" not in reasons, reasons
