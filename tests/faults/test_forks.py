@@ -120,7 +120,8 @@ INTERPRETED = """
             plan.execute(feed)
             busy.set()
 
-    threading.Thread(target=kernels, daemon=True).start()
+    thread = threading.Thread(target=kernels, daemon=True)
+    thread.start()
     busy.wait()
 
     def work():
@@ -128,6 +129,7 @@ INTERPRETED = """
 
     print(*[in_child(work) for _ in range(3)])
     stop.set()
+    thread.join()  # a thread that is inside native code when the interpreter ends aborts the process
 """
 
 CUDA = """
